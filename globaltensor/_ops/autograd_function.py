@@ -26,6 +26,7 @@ from .._base.torch_private import function_mode_on
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
+from .._tensor.history import GRADIENT
 from .._tensor.pending_tensor import PendingTensor, local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
@@ -74,8 +75,7 @@ class Context:
             )
         kept = zip(self._saved, node.saved_tensors, strict=True)
         return tuple(
-            GlobalTensor.wrap(local, spec) if isinstance(spec, Spec) else local
-            for spec, local in kept
+            local if known is None else GlobalTensor.wrap(local, *known) for known, local in kept
         )
 
     def _hand_over(self, node: Any) -> None:
@@ -84,7 +84,10 @@ class Context:
         node.mark_dirty(*[local_of(t) for t in self._dirty])
         node.mark_non_differentiable(*[local_of(t) for t in self._without])
         node.set_materialize_grads(self._materialize)
-        self._saved = tuple(t._spec if isinstance(t, GlobalTensor) else None for t in self._saved)
+        # the spec and serial of each
+        self._saved = tuple(
+            (t._spec, t._serial) if isinstance(t, GlobalTensor) else None for t in self._saved
+        )
         self._dirty = self._without = ()
         self._node = weakref.ref(node)
 
@@ -107,13 +110,16 @@ class _FunctionNode(torch.autograd.Function):
         node.input_homes = [_home(x) for x in inputs]
         context._hand_over(node)
         node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
+        node.serials = [out._serial if isinstance(out, GlobalTensor) else 0 for out in outs]
         return tuple(local_of(out) for out in outs)
 
     @staticmethod
     def backward(node: Any, *grads: Any) -> Any:
         whole = [
-            g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype))
-            for g, d in zip(grads, node.duals, strict=True)
+            g
+            if g is None or d is None
+            else GlobalTensor.wrap(g, d.replace(dtype=g.dtype), hash((serial, GRADIENT)))
+            for g, d, serial in zip(grads, node.duals, node.serials, strict=True)
         ]
         input_grads = node.function.backward(node.context, *whole)
         input_grads = list(input_grads) if isinstance(input_grads, tuple) else [input_grads]
@@ -210,7 +216,11 @@ def _applied(function: Any, args: Sequence[Any]) -> Any:
         if isinstance(out, GlobalTensor) and any(out is d for d in dirty):
             out._local = part
         else:
-            outs[i] = GlobalTensor.wrap(part, out._spec) if isinstance(out, GlobalTensor) else part
+            outs[i] = (
+                GlobalTensor.wrap(part, out._spec, out._serial)
+                if isinstance(out, GlobalTensor)
+                else part
+            )
     return tuple(outs) if isinstance(result, tuple) else outs[0]
 
 

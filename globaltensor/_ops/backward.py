@@ -18,7 +18,7 @@ from .._base.overridable import visible
 from .._base.user_code import user_line
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients import parameter_gather, reducer
-from .._tensor.history import record
+from .._tensor.history import GRADIENT, record
 from .._tensor.pending_tensor import local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
@@ -212,12 +212,7 @@ def grad(
                 raise same_on_all_ranks from None
             raise
     with torch.set_grad_enabled(create_graph):
-        results = tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
-    for x, result in zip(wanted, results, strict=True):
-        if isinstance(x, GlobalTensor) and isinstance(result, GlobalTensor):
-            history = world().history((x._spec.shown.placement,))
-            result._serial = hash((history.serial, x._serial))
-    return results
+        return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
 
 
 def _global(tensors: Sequence[Any]) -> list[GlobalTensor]:
@@ -262,9 +257,12 @@ def _in_input_sbp(x: Any, g: torch.Tensor | None) -> Any:
     if g is None or not isinstance(x, GlobalTensor):
         return g
     spec = x._spec.replace(dtype=g.dtype)
-    return GlobalTensor.wrap(
+    out = GlobalTensor.wrap(
         reducer.reduce_gradient(g, spec.dual(), spec, x._reduce_dtype, "torch.autograd.grad"), spec
     )
+    history = world().history((x._spec.shown.placement,))
+    out._serial = hash((history.serial, x._serial, GRADIENT))
+    return out
 
 
 def tensor_backward(

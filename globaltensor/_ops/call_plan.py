@@ -24,8 +24,11 @@ from .rules import RULES, Range
 
 __all__ = [
     "ANYWHERE",
+    "ANYWHERE_UNSORTED",
     "IN_LIST",
     "ONE_AND_NAMED",
+    "ONE_AND_NAMED_UNSORTED",
+    "AttributePlan",
     "CallPlan",
     "ConstantPlan",
     "DelegatePlan",
@@ -146,6 +149,9 @@ _MAX_CACHED_CODES = 64  # per plan
 IN_LIST = -1  # the entries of the first argument, a list
 ONE_AND_NAMED = -2  # the first argument, and arguments passed by name
 ANYWHERE = -3  # found by a search of all arguments
+# The same, where arguments by name are not in alphabetical order. Ranks may pass them in any order.
+ONE_AND_NAMED_UNSORTED = -4
+ANYWHERE_UNSORTED = -5
 
 
 class CallPlan:
@@ -162,6 +168,7 @@ class CallPlan:
         "dtype",
         "function",
         "mixed_history",
+        "number_names",
         "out",
         "picks",
         "recorded",
@@ -175,6 +182,8 @@ class CallPlan:
         self.code = 0
         # number that the plan does not depend on -> code of the call with it
         self.codes: dict[Any, int] = {}
+        # The names of the arguments with these numbers, where they are not in alphabetical order.
+        self.number_names: tuple[str, ...] = ()
         # The history of calls, the code, and where the global operands are: their number if they
         # are the first one to three arguments, or one of the constants above. It is None if the
         # plan is part of another plan, which is recorded, if there is no other rank, or in the next
@@ -202,12 +211,23 @@ class CallPlan:
         Training steps repeat the same numbers. 0.0 and -0.0 have the same code."""
         if len(self.codes) >= _MAX_CACHED_CODES:
             self.codes.clear()
-        code = int.from_bytes(digest_of(f"{self.code} {number!r}"), "little")
+        known = _sorted_by_name(number, self.number_names) if self.number_names else number
+        code = int.from_bytes(digest_of(f"{self.code} {known!r}"), "little")
         self.codes[number] = code
         return code
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise AssertionError("a plan that is not direct has its own run")
+
+
+def _sorted_by_name(number: Any, names: tuple[str, ...]) -> Any:
+    """Return the numbers of a call, nested as `dispatch` nests them, sorted by argument names."""
+    by_name = {}
+    for name in reversed(names):
+        number, by_name[name] = number
+    for name in sorted(by_name):
+        number = (number, by_name[name])
+    return number
 
 
 class RecoverArgsPlan(CallPlan):
@@ -261,7 +281,9 @@ def _broken(dtype: torch.dtype) -> bool:
 
 
 class ConstantPlan(CallPlan):
-    """A plan whose result is no tensor and follows from the specs alone."""
+    """A plan whose result is no tensor and follows from the specs alone.
+
+    One rank may ask alone, so such calls are not recorded."""
 
     __slots__ = ("value",)
 
@@ -284,6 +306,12 @@ class DelegatePlan(CallPlan):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.other(*args, **kwargs)
+
+
+class AttributePlan(DelegatePlan):
+    """A plan that reads an attribute, which is no view. One rank may read it alone."""
+
+    __slots__ = ()
 
 
 class ReturnOperandPlan(CallPlan):

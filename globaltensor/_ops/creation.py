@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from .._base import torch_private
+from .._base.argument_text import argument_text
 from .._base.overridable import visible
 from .._base.pytree import replaced, tensors_in
 from .._base.refusals import dense_message
@@ -166,6 +167,9 @@ def _normal(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     generator = kwargs.get("generator")
     if not isinstance(mean, Tensor) and not isinstance(std, Tensor):
         return fill_local(spec, RandomFill("normal_", (mean, std)), generator)
+    for operand in (mean, std):
+        if isinstance(operand, Tensor):
+            draws.check_drawn_from(operand, spec, "normal")
     return draw_global(
         spec,
         lambda: torch.normal(mean, std, generator=generator).to(
@@ -306,27 +310,8 @@ def _create(
     grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     local = MAKE[name](spec, args, kwargs)
     out = _wrapped(local.pin_memory() if pinned else local, spec, grad)
-    record(f"{name} {_spelled((args, kwargs))}", out)
+    record(f"{name} {argument_text((args, kwargs))}", out)
     return out
-
-
-def _spelled(arguments: Any) -> str:
-    """Return the text of the numbers among a call's arguments, which ranks compare."""
-    return repr(
-        replaced(arguments, iter([None] * len(tensors_in(arguments, []))))
-        if _plain_numbers(arguments)
-        else ""
-    )
-
-
-def _plain_numbers(value: Any) -> bool:
-    if isinstance(value, (tuple, list)):
-        return all(map(_plain_numbers, value))
-    return (
-        all(map(_plain_numbers, value.values()))
-        if isinstance(value, dict)
-        else isinstance(value, (int, float, complex, str, torch.dtype, type(None)))
-    )
 
 
 def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -464,6 +449,11 @@ def _like(
     if isinstance(x, GlobalTensor) and layout is x._spec.layout and placement is x._spec.placement:
         spec = x._spec.replace(dtype=spec.dtype)  # the stored layout too
     base = name.removesuffix("_like")
+    factory_kwargs = {
+        k: v
+        for k, v in kwargs.items()
+        if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")
+    }
     if (
         base in ("empty", "full", "ones", "zeros")
         and isinstance(x, GlobalTensor)
@@ -471,22 +461,12 @@ def _like(
     ):
         # Torch's own function on the local tensor preserves its strides, which optimizers want for
         # their state.
-        return _wrapped(
-            draws.zero_unless_owner(getattr(torch, name)(x._stored, *args, **kwargs), spec),
-            spec,
-            grad,
-        )
-    factory_kwargs = {
-        k: v
-        for k, v in kwargs.items()
-        if k not in ("dtype", "device", "layout", "memory_format", "pin_memory")
-    }
-    out = _wrapped(
-        MAKE[base](spec, (tuple(spec.shape), *args) if base == "full" else args, factory_kwargs),
-        spec,
-        grad,
-    )
-    record(f"{name} {_spelled((args, factory_kwargs))}", out)
+        local = draws.zero_unless_owner(getattr(torch, name)(x._stored, *args, **kwargs), spec)
+    else:
+        sizes = (tuple(spec.shape),) if base == "full" else ()
+        local = MAKE[base](spec, (*sizes, *args), factory_kwargs)
+    out = _wrapped(local, spec, grad)
+    record(f"{name} {argument_text((args, factory_kwargs))}", out)
     return out
 
 
@@ -627,7 +607,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if any(e.is_partial for e in x._spec.layout):  # most ranks write zeros instead
         check_number(value, x._spec.dtype)
     x._local.fill_(value if draws.owns_value(x._spec) else 0)
-    record(f"{func.__name__} {value!r}", x)
+    record(f"{func.__name__} {argument_text(value)}", x)
     return finish_inplace(x)
 
 

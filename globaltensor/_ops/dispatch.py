@@ -9,6 +9,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,9 +29,13 @@ from ..sharding.spec import Spec
 from . import call_plan
 from .call_plan import (
     ANYWHERE,
+    ANYWHERE_UNSORTED,
     IN_LIST,
     ONE_AND_NAMED,
+    ONE_AND_NAMED_UNSORTED,
+    AttributePlan,
     CallPlan,
+    ConstantPlan,
     DelegatePlan,
     RecoverArgsPlan,
     name_of,
@@ -212,7 +217,7 @@ def dispatch(
         elif leading == ONE_AND_NAMED:
             serial = hash((history.serial, code, args[0]._serial, named))
         else:
-            serial = hash((history.serial, code, *_serials_in(args, kwargs)))
+            serial = hash((history.serial, code, *_serials_in(args, kwargs, leading)))
         history.serial = serial
     try:
         if not plan.direct:
@@ -221,7 +226,7 @@ def dispatch(
                     code = plan.code
                     if number is not None:
                         code = plan.codes.get(number) or plan.code_with(number)
-                    plan.mixed_history.record(b"", code)
+                    return _run_on_several_placements(plan, code, func, args, kwargs or {})
                 return plan.run(func, args, kwargs or {})
             results = plan.run(func, args, kwargs or {})
             if type(results) is not SlottedGlobalTensor:
@@ -259,8 +264,18 @@ def dispatch(
     return wrapped
 
 
-def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> list[int]:
-    """Return the serials of the global tensors in a call's arguments."""
+def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None, places: int) -> list[Any]:
+    """Return the serials of the global tensors in a call's arguments.
+
+    The order of the arguments by name makes no difference."""
+    if kwargs and places != ANYWHERE:
+        kwargs = dict(sorted(kwargs.items()))
+        if places == ONE_AND_NAMED_UNSORTED:  # as `dispatch` itself nests them
+            named: Any = 0
+            for a in kwargs.values():
+                if isinstance(a, GlobalTensor):
+                    named = (named, a._serial)
+            return [args[0]._serial, named]
     tensors = tensors_in(kwargs, tensors_in(args, []))
     return [t._serial for t in tensors if isinstance(t, GlobalTensor)]
 
@@ -277,6 +292,28 @@ def _identified(results: Any, serial: int) -> Any:
                 result._serial = serial
     elif isinstance(results, GlobalTensor) and not results._serial:
         results._serial = serial
+    return results
+
+
+def _run_on_several_placements(
+    plan: CallPlan, code: int, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run and record a call with operands on several placements.
+
+    The history is that of one placement, whose ranks know the serials of the tensors on it."""
+    history = plan.mixed_history
+    assert history is not None
+
+    def on_its_ranks(value: Any) -> list[GlobalTensor]:
+        found = [t for t in tensors_in(value, []) if isinstance(t, GlobalTensor)]
+        return [t for t in found if history.ranks == frozenset(t._spec.shown.placement.flat)]
+
+    known = [t._serial for t in on_its_ranks((args, dict(sorted(kwargs.items()))))]
+    history.record(b"", code, *known)
+    serial = history.serial
+    results = plan.run(func, args, kwargs)
+    for i, result in enumerate(on_its_ranks(results)):
+        result._serial = result._serial or hash((serial, i))
     return results
 
 
@@ -334,11 +371,18 @@ def _plan_and_cache(
         plan = call_plan.DefaultDtypePlan(plan, plan_call)
     if func in DROPPED_ARGS and kwargs.keys().isdisjoint(DROPPED_ARGS[func]):
         plan = RecoverArgsPlan(plan, lambda *a, **k: dispatch(func, (), a, k))
+    plan.number_names = _unsorted_number_names(func, kwargs)
     tensors = [t for t in tensors_in(kwargs, tensors_in(args, [])) if isinstance(t, GlobalTensor)]
     first = next(iter(tensors), None)
-    if first is not None:
+    if first is not None and not isinstance(plan, (AttributePlan, ConstantPlan)):
         _record_in_history(
-            plan, first._spec.shown.placement, args, kwargs, tensors, _text(func, key)
+            plan,
+            first._spec.shown.placement,
+            args,
+            kwargs,
+            tensors,
+            _text(func, key, kwargs),
+            isinstance(func, FunctionType),
         )
     if hashable:
         _cache.derived.keep(tuple(key), plan, version, _MAX_PLANS)
@@ -352,40 +396,68 @@ def _record_in_history(
     kwargs: Mapping[str, Any],
     operands: Sequence[GlobalTensor],
     text: str,
+    in_order: bool,
 ) -> None:
     """Record calls by this plan in the history of the ranks of ``placement``.
 
-    ``operands``: the global tensors among the arguments of the call that was planned."""
+    ``operands``: the global tensors among the arguments of the call that was planned.
+    ``in_order``: every call has its arguments by name in one order."""
     history = world().history((placement,))
     plan.code = int.from_bytes(history.learn(text), "little")
     if not history.records:
         return
     if all(t._spec.shown.placement is placement for t in operands):
-        plan.recorded = history, plan.code, _operand_places(args, kwargs, operands)
+        places = _operand_places(args, kwargs, operands, in_order)
+        plan.recorded = history, plan.code, places
     else:
         plan.mixed_history = history
 
 
 def _operand_places(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[GlobalTensor]
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    operands: Sequence[GlobalTensor],
+    in_order: bool,
 ) -> int:
     """Return where a call has its operands, for a quick way to their serials.
 
-    It is their number, if they are the first one to three arguments, or ONE_AND_NAMED, IN_LIST or
-    ANYWHERE."""
+    It is their number, if they are the first one to three arguments, or one of the constants of
+    call_plan.py."""
     places = [i for i, a in enumerate(args) if isinstance(a, GlobalTensor)]
     named = sum(isinstance(a, GlobalTensor) for a in kwargs.values())
     if len(places) == len(operands) <= 3 and places == list(range(len(places))):
         return len(places)
+    names = [name for name, a in kwargs.items() if tensors_in(a, [])]
+    in_order = in_order or names == sorted(names)
     if places == [0] and 1 + named == len(operands):
-        return ONE_AND_NAMED
+        return ONE_AND_NAMED if in_order else ONE_AND_NAMED_UNSORTED
     if args and type(args[0]) is list and len(args[0]) == len(operands) and not places:
         return IN_LIST
-    return ANYWHERE
+    return ANYWHERE if in_order else ANYWHERE_UNSORTED
 
 
-def _text(func: Any, key: Sequence[Any]) -> str:
-    """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``."""
+def _unsorted_number_names(func: Any, kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names of the arguments whose numbers `dispatch` adds to the history.
+
+    Return none if they are in alphabetical order: the history has the numbers in that order."""
+    if func not in _SCALARS:
+        return ()
+    names = [
+        name
+        for name, a in kwargs.items()
+        if type(a) not in ORDINARY and a is not None and type(a) is not bool
+    ]
+    return () if names == sorted(names) else tuple(names)
+
+
+def _text(func: Any, key: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``.
+
+    Ranks may pass arguments by name in any order."""
+    if len(kwargs) > 1:  # the key ends with each name and the entry of its argument
+        before = len(key) - 2 * len(kwargs)
+        entries = {key[i]: key[i + 1] for i in range(before, len(key), 2)}
+        key = [*key[:before], *[v for name in sorted(entries) for v in (name, entries[name])]]
     # without the types of numbers, which precede the numbers in the key
     arguments = [
         v

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.argument_text import argument_text
+from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
-from .._tensor.history import record_together
+from .._tensor.history import identify_results, record_together
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.view_tracking import finish_inplace, has_aliases, has_partial_alias
 from ..boxing import box
@@ -111,7 +113,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(t, GlobalTensor) and t._memory is not None:
                 finish_inplace(t)
         return first
-    return _wrapped(result, own_indices, specs)
+    out = _wrapped(result, own_indices, specs)
+    identify_results([t for t in tensors_in(out, []) if isinstance(t, GlobalTensor)])
+    return out
 
 
 def _record(
@@ -121,15 +125,12 @@ def _record(
 
     The entry has the call's numbers, the tensor count, the first global tensor's layout, and the
     tensors' serials."""
-    tensors = [t for a in (first, *_lists(args)) for t in a if isinstance(t, GlobalTensor)]
+    others = [*args, *[kwargs[k] for k in sorted(kwargs)]]
+    tensors = [t for a in (first, *_lists(others)) for t in a if isinstance(t, GlobalTensor)]
+    tensors += [a for a in others if isinstance(a, GlobalTensor)]  # one factor for all
     if tensors:
-        numbers = [
-            a
-            for a in (*args, *kwargs.values())
-            if isinstance(a, (int, float, complex))
-            or (isinstance(a, (list, tuple)) and not _lists([a]))
-        ]
-        record_together(f"{name} {len(first)} {numbers!r}", tensors)
+        numbers = [a for a in others if not _lists([a])]
+        record_together(f"{name} {len(first)} {argument_text(numbers)}", tensors)
 
 
 def _positional(
@@ -378,6 +379,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     ):
         dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
         return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
+    _record("_foreach_norm", (tensors, order, *args[2:]), kwargs, tensors)
     kind = (
         partial_max
         if order == math.inf
@@ -422,6 +424,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         out.append(
             GlobalTensor.wrap(local_norms[i] if i in local_norms else placeholder(made), made)
         )
+    identify_results(out)
     return out
 
 

@@ -13,6 +13,7 @@ import torch
 
 from .._tensor.convert import to_global
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.history import record
 from .._tensor.plain_operands import promote_plain_tensor
 from ..errors import LocalTensorError
 from ..sharding.sbp import broadcast
@@ -129,7 +130,9 @@ def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
     value: torch.Tensor = torch.Tensor.__array_wrap__(torch.empty(0), np.asarray(array))
     placement = x._spec.placement
     spec = Spec.make(value.shape, value.dtype, placement, [broadcast] * placement.axes)
-    return GlobalTensor.wrap(promote_plain_tensor(value, spec, "NumPy"), spec)
+    out = GlobalTensor.wrap(promote_plain_tensor(value, spec, "NumPy"), spec)
+    record("NumPy", x, out)
+    return out
 
 
 # NumPy passes more arguments than torch's own method accepts.

@@ -14,6 +14,7 @@ from .._tensor.convert import spec_of
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import observe_gradients, reducer
 from .._tensor.gradients.watchers import Watcher
+from .._tensor.history import identify_results
 from .._tensor.pending_tensor import materialize_all
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
@@ -88,6 +89,8 @@ def local_map(
         these = iter(locals_)
         inside = where.coordinate(world().rank) is not None
         out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
+        if world().size > 1:
+            _record(where, tensors)
         return _wrapped(out, out_sbp, where, inside)
 
     return functools.wraps(function)(lambda *args, **kwargs: run(*args, **kwargs))
@@ -141,6 +144,21 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
     return [None if v is None else as_layout(v, placement.axes, what) for v in value]
 
 
+def _record(placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
+    """Add the call to the history of the placement's ranks.
+
+    Its function is not part of the entry: each rank may run another one. The other ranks know the
+    serials of tensors on this placement only."""
+    world().history((placement,)).record(
+        b"local_map",
+        *[
+            t._serial
+            for t in tensors
+            if isinstance(t, GlobalTensor) and t._spec.shown.placement is placement
+        ],
+    )
+
+
 def _watched(result: torch.Tensor) -> None:
     """Watch a result for gradients that ``function`` may use in a way that ranks cannot know.
 
@@ -182,4 +200,5 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
         if torch.is_grad_enabled():
             _watched(local)
         wrapped.append(GlobalTensor.wrap(local, spec))
+    identify_results(wrapped)
     return replaced(out if inside else shell, iter(wrapped))

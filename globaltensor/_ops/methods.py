@@ -29,7 +29,7 @@ from .._tensor.copies import deepcopy, shallow_copy
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
-from .._tensor.history import record
+from .._tensor.history import identify_copy, record
 from .._tensor.pending_tensor import (
     PendingTensor,
     materialized_first,
@@ -155,12 +155,12 @@ def local_to_global(
         # it, so that ranks agree on which of them has one.
         kept = graph and kind_of(self) is None and self.shape == (0,) and self.dtype is spec.dtype
         if not graph:
-            return _numbered(GlobalTensor.wrap(placeholder(spec), spec), serial)
+            return GlobalTensor.wrap(placeholder(spec), spec, serial)
         nothing = self if kept else placeholder(spec).requires_grad_()
         # not a leaf, as inside the placement
         local = nothing.view_as(nothing).to(world().outside(placement.type))
         reducer.observe_gradients(local)
-        return _numbered(GlobalTensor.wrap(local, spec), serial)
+        return GlobalTensor.wrap(local, spec, serial)
     local = self.to(world().device(placement.type), copy=copy)
     told_alike = alike and len(placement.flat) == world().size and not differ(spec)
     # questions about memory layout have one answer on all ranks
@@ -176,12 +176,8 @@ def local_to_global(
     else:
         out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
     out._pinned = True
-    return _numbered(out, serial)
-
-
-def _numbered(tensor: GlobalTensor, serial: int) -> GlobalTensor:
-    tensor._serial = serial
-    return tensor
+    out._serial = serial
+    return out
 
 
 def global_to_global(
@@ -226,9 +222,8 @@ def global_to_global(
     local = box(self._local, src, dst, back, why="to_global", alias=False)
     if local is self._local:
         local = local.clone() if copy else local.view_as(local)
-    out = GlobalTensor.wrap(local, dst)
+    out = GlobalTensor.wrap(local, dst, serial)
     out._pinned = sbp is not None
-    out._serial = serial
     return out
 
 
@@ -394,7 +389,8 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     linear = all(d.is_floating_point or d.is_complex for d in (dtype, spec.dtype))
     if any(e.is_partial for e in spec.layout) and not linear:
         x = x.to_global(sbp=[broadcast if e.is_partial else e for e in spec.layout])
-    return GlobalTensor.wrap(x._local.to(dtype), x._spec.replace(dtype=dtype))
+    out = GlobalTensor.wrap(x._local.to(dtype), spec := x._spec.replace(dtype=dtype))
+    return identify_copy(out, x, int.from_bytes(spec.text, "little"))
 
 
 _view_classes: set[type] = set()
@@ -460,9 +456,6 @@ def type_(self: GlobalTensor, dtype: Any = None, non_blocking: bool = False, **k
     )
 
 
-_CLONE = 2  # the serial of a copy is the hash of the original's serial and this number
-
-
 def detach(self: GlobalTensor) -> GlobalTensor:
     return alias_of(self, detached=True)
 
@@ -490,8 +483,7 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
     )
     if memory_format is torch.preserve_format:
         copy_noted_strides(self, out)
-    out._serial = hash((self._serial, _CLONE))
-    return out
+    return identify_copy(out, self)
 
 
 def _resolved(name: str) -> Callable[..., GlobalTensor]:
@@ -520,7 +512,8 @@ def contiguous(self: GlobalTensor, memory_format: Any = torch.contiguous_format)
             return self
         if not local_strides_tell(self) and not is_contiguous(self, memory_format):
             local = self._local.clone(memory_format=memory_format)
-        return GlobalTensor.wrap(local, self._spec)
+        # on another rank the result may be the tensor itself
+        return GlobalTensor.wrap(local, self._spec, self._serial)
     if is_contiguous(self, memory_format):
         return self
     out = clone(self, memory_format=memory_format)
@@ -551,6 +544,10 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
     record("copy_", self, src)
     self._local.copy_(local, non_blocking)
     return finish_inplace(self)
+
+
+def pin_memory(self: GlobalTensor) -> GlobalTensor:
+    return identify_copy(GlobalTensor.wrap(self._local.pin_memory(), self._spec), self)
 
 
 def plain_copy_(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -645,7 +642,7 @@ METHODS: dict[str, Any] = {
     "check_meta_consistency": check_meta_consistency, "global_id": global_id,
     "set_": set_, "resize_": resize_, "resize_as_": lambda self, other,
     **kwargs: resize_(self, other.shape), "is_nonzero": is_nonzero,
-    "pin_memory": lambda self: GlobalTensor.wrap(self._local.pin_memory(), self._spec),
+    "pin_memory": pin_memory,
     "__reduce_ex__": reduce_ex, "__copy__": shallow_copy, "__deepcopy__": deepcopy,
     "grad_fn": property(autograd_hooks.grad_fn),
     "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
@@ -733,7 +730,9 @@ def _plain_type_as(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     if isinstance(args[0], GlobalTensor):
         return GlobalTensor.type_as(*args, **kwargs)
     other = args[1] if len(args) > 1 else kwargs["other"]
-    return laid_out_like(other, args[0].to(other.dtype))
+    out = laid_out_like(other, args[0].to(other.dtype))
+    record("type_as", out)
+    return out
 
 
 def _may_take_data(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

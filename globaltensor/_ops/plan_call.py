@@ -26,6 +26,7 @@ from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec, StorageSpec, layout_for
 from . import call_plan
 from .call_plan import (
+    AttributePlan,
     CallPlan,
     ConstantPlan,
     DelegatePlan,
@@ -680,4 +681,4 @@ def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
             return out
         return value
 
-    return DelegatePlan(get)
+    return (DelegatePlan if name_of(func) in ("real", "imag") else AttributePlan)(get)

@@ -29,9 +29,12 @@ import torch
 from torch import Tensor
 
 from .._base import torch_private
+from .._base.argument_text import argument_text
 from .._base.overridable import shown, visible
 from .._tensor.global_tensor import GlobalTensor
+from .._tensor.history import record
 from .._tensor.pending_tensor import local_of
+from .._tensor.plain_operands import check_replicated
 from .._tensor.strides import memory_order
 from .._tensor.view_tracking import finish_inplace
 from ..boxing import box
@@ -479,6 +482,8 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         )
     local_plan.unpartial_norm_target(name, x)
     spec, local = x._spec, x._local
+    record(f"{name} {argument_text((rest, kwargs))}", x)
+    record(name, *[a for a in (*rest, *kwargs.values()) if isinstance(a, GlobalTensor)])
     rest = [_whole(name, a, spec) for a in rest]
     fill = RandomFill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
     strides = memory_order(x)
@@ -510,9 +515,20 @@ def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tenso
     return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
 
 
+def check_drawn_from(value: Tensor, spec: Spec, name: str) -> None:
+    """Compare a plain tensor, such as one of probabilities, with those of the other ranks.
+
+    A number is part of the record of the call instead."""
+    this_world, ranks = world(), spec.placement.flat
+    if value.dim() and this_world.compares and len(ranks) > 1 and this_world.rank in ranks:
+        check_replicated(value, spec.placement, f"argument of {name}")
+
+
 def _whole(name: str, value: Any, spec: Spec) -> Any:
     """Replicate an argument: a global tensor of probabilities becomes its full value."""
     if not isinstance(value, GlobalTensor):
+        if isinstance(value, Tensor):
+            check_drawn_from(value, spec, name)
         return value
     if value._spec.placement is not spec.placement:
         raise PlacementError(

@@ -25,7 +25,7 @@ from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 from .gradients.reducer import observe_gradients, reducer
 from .gradients.watchers import Watcher
-from .history import record
+from .history import GRADIENT, record
 from .pending_tensor import local_of
 from .view_tracking import link_alias
 
@@ -67,19 +67,20 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
 class _Hook:
     """A user's hook, as autograd calls it. It holds its watcher."""
 
-    __slots__ = ("_hook", "_owner", "_spec", "_watcher")
+    __slots__ = ("_hook", "_owner", "_serial", "_spec", "_watcher")
 
     def __init__(
         self, hooked: GlobalTensor, hook: Callable[[GlobalTensor], Any], watcher: Watcher
     ) -> None:
         self._hook, self._spec, self._watcher = hook, hooked._spec, watcher
+        self._serial = hash((hooked._serial, GRADIENT))
         self._owner = weakref.ref(hooked) if hooked._local.is_leaf else None
 
     def __call__(self, local: Any) -> Any:
         # A leaf may have got other data since.
         leaf = self._owner() if self._owner is not None else None
         dual = (self._spec if leaf is None else leaf._spec).dual()
-        return _given_back(self._hook(GlobalTensor.wrap(local, dual)), dual)
+        return _given_back(self._hook(GlobalTensor.wrap(local, dual, self._serial)), dual)
 
 
 class _Handle(RemovableHandle):
@@ -150,6 +151,7 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
     if not hooks:
         return
     owner, spec, watcher = weakref.ref(leaf), leaf._spec, Watcher(reducer().watchers)
+    serial = hash((leaf._serial, GRADIENT))
 
     def run(local: Any) -> Any:
         if not hooks:  # all have been removed
@@ -157,11 +159,11 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
             return local
         found = owner()
         dual = (spec if found is None else found._spec).dual()
-        grad = GlobalTensor.wrap(local, dual)
+        grad = GlobalTensor.wrap(local, dual, serial)
         for hook in list(hooks.values()):
             given = hook(grad)
             if given is not None:
-                grad = GlobalTensor.wrap(_given_back(given, dual), dual)
+                grad = GlobalTensor.wrap(_given_back(given, dual), dual, given._serial)
         return grad._local
 
     leaf._local.register_hook(run)  # type: ignore[no-untyped-call]
@@ -199,10 +201,12 @@ class _IdentityNode:
     torch's hooks use it. The gradients that they get and return are global.
     """
 
-    __slots__ = ("duals", "node")
+    __slots__ = ("duals", "node", "serials")
 
-    def __init__(self, node: Any, duals: Sequence[Spec | None]) -> None:
-        self.node, self.duals = node, duals
+    def __init__(
+        self, node: Any, duals: Sequence[Spec | None], serials: Sequence[int | None]
+    ) -> None:
+        self.node, self.duals, self.serials = node, duals, serials
 
     def name(self) -> str:
         return str(self.node.name())
@@ -212,10 +216,10 @@ class _IdentityNode:
 
     def register_hook(self, hook: Callable[[Any, Any], Any]) -> Any:
         # Not ``self``: its node would hold itself by its hook, and no garbage collector sees that.
-        duals = self.duals
+        duals, serials = self.duals, self.serials
 
         def run(inputs: Any, outputs: Any) -> Any:
-            given = hook(_global(inputs, duals), _global(outputs, duals))
+            given = hook(_global(inputs, duals, serials), _global(outputs, duals, serials))
             return (
                 None
                 if given is None
@@ -225,11 +229,12 @@ class _IdentityNode:
         return self.node.register_hook(run)
 
 
-def _global(grads: Sequence[Any], duals: Sequence[Spec | None]) -> tuple[Any, ...]:
-    pairs = zip(grads, duals, strict=True)
+def _global(
+    grads: Sequence[Any], duals: Sequence[Spec | None], serials: Sequence[int | None]
+) -> tuple[Any, ...]:
     return tuple(
-        g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype))
-        for g, d in pairs
+        g if g is None or d is None else GlobalTensor.wrap(g, d.replace(dtype=g.dtype), serial or 0)
+        for g, d, serial in zip(grads, duals, serials, strict=True)
     )
 
 
@@ -246,14 +251,17 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
     if computed is not None:
         observe_gradients(computed)
     duals = [t._spec.dual() if isinstance(t, GlobalTensor) else None for t in tensors]
+    serials = [
+        hash((t._serial, GRADIENT)) if isinstance(t, GlobalTensor) else None for t in tensors
+    ]
     outs = []
     for t, part in zip(tensors, parts, strict=True):
         if isinstance(t, GlobalTensor):
-            out = GlobalTensor.wrap(part, t._spec)
+            out = GlobalTensor.wrap(part, t._spec, t._serial)
             out._pinned = t._pinned
             link_alias(t, out)
             if part.grad_fn is not None:
-                out.__dict__["_node"] = _IdentityNode(part.grad_fn, duals)
+                out.__dict__["_node"] = _IdentityNode(part.grad_fn, duals, serials)
             outs.append(out)
         else:
             outs.append(part)
@@ -262,13 +270,14 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
 
 # ---------------------------------------------------------------------------- inputs of checkpoints
 
-Note = list[tuple[Spec, Callable[[], Any]] | None]
+Note = list[tuple[Spec, Callable[[], Any], int] | None]  # spec, reference, serial
 
 
 def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
     """Return a checkpoint's inputs, with local tensors for global ones, and a note of these."""
     note: Note = [
-        (t._spec, weakref.ref(t)) if isinstance(t, GlobalTensor) else None for t in inputs
+        (t._spec, weakref.ref(t), t._serial) if isinstance(t, GlobalTensor) else None
+        for t in inputs
     ]
     return list(map(local_of, inputs)), note
 
@@ -283,7 +292,7 @@ def _given(parts: Sequence[Any], note: Note) -> list[Any]:
             if was is None
             else known
             if known is not None and local_of(known) is part
-            else GlobalTensor.wrap(part, was[0])
+            else GlobalTensor.wrap(part, was[0], was[2])
         )
     return inputs
 

@@ -14,6 +14,8 @@ import torch
 from .._base import torch_private
 from .._base.hidden_attributes import HIDDEN_ATTRIBUTES
 from .global_tensor import ORDINARY, AliasGroup, GlobalTensor
+from .grad import place_grad
+from .history import identify_copy
 from .serialization import remade
 from .strides import copy_noted_strides
 from .view_tracking import RemoteView, alias_of, link_alias
@@ -39,6 +41,7 @@ def shallow_copy(self: GlobalTensor) -> GlobalTensor:
         out = alias_of(self, detached=True)
     else:
         out = _wrap_copy(self, self._local.detach())
+        out._serial = self._serial
         if type(self) in ORDINARY:
             link_alias(self, out, viewed=False)
             copy_noted_strides(self, out)
@@ -66,10 +69,14 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
         copy_noted_strides(self, out)
     else:
         out = _wrap_copy(self, self._local.detach().clone())
-    memo[id(self)] = out
+    memo[id(self)] = identify_copy(out, self)
     grad = self.grad
     if grad is not None:
-        out.grad = copying.deepcopy(grad, memo)
+        copied: Any = copying.deepcopy(grad, memo)
+        if torch_private.recording.on:  # the recorder sees it
+            out.grad = copied
+        else:  # one rank may copy alone
+            place_grad(out, copied)
     out.__dict__.update(copying.deepcopy(_user_attributes(self), memo))
     return out
 

@@ -74,7 +74,7 @@ class GlobalTensor(torch.Tensor):
     _grad_shard: StorageSpec | None = None  # the layout of its gradient
 
     @staticmethod
-    def wrap(local: torch.Tensor, spec: Spec) -> GlobalTensor:
+    def wrap(local: torch.Tensor, spec: Spec, serial: int = 0) -> GlobalTensor:
         """Return a GlobalTensor of this local tensor, unchecked."""
         out = torch_private.make_wrapper(
             SlottedGlobalTensor, spec.shape, dtype=spec.dtype, device=local.device
@@ -82,7 +82,7 @@ class GlobalTensor(torch.Tensor):
         out._local = local
         out._spec = spec
         out._memory = None
-        out._serial = 0
+        out._serial = serial
         return out  # type: ignore[no-any-return]
 
     @staticmethod

@@ -15,11 +15,9 @@ from ..boxing import box
 from ..errors import SbpError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
-from .history import record
+from .history import GRADIENT, identify_copy, record
 
-__all__ = ["get_grad", "local_grad", "set_grad"]
-
-_GRADIENT = 1  # the serial of a gradient is the hash of its tensor's serial and this number
+__all__ = ["get_grad", "local_grad", "place_grad", "set_grad"]
 
 
 def _grad_spec(x: GlobalTensor) -> Spec:
@@ -46,7 +44,7 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(
             local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
         )
-    wrapped._serial = hash((x._serial, _GRADIENT))
+    wrapped._serial = hash((x._serial, GRADIENT))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped
 
@@ -93,6 +91,14 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         )
     value = value._materialize()
     record("set grad", x, value)
+    place_grad(x, value)
+
+
+def place_grad(x: GlobalTensor, value: GlobalTensor) -> None:
+    """Make a global tensor the gradient of ``x``, without a record of it.
+
+    It is collective only if the tensor has another layout than the gradient."""
+    x.__dict__.pop("_kept_grad", None)
     grad_spec = _grad_spec(x).replace(dtype=value.dtype)
     local = (
         value._local
@@ -106,5 +112,7 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         x._local.grad = local
     x.__dict__["_kept_grad"] = (
         local,
-        value if value._local is local else GlobalTensor.wrap(local, grad_spec),
+        value
+        if value._local is local
+        else identify_copy(GlobalTensor.wrap(local, grad_spec), x, GRADIENT),
     )

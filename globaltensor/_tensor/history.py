@@ -1,6 +1,7 @@
 """The record of what a rank has run on global tensors, to compare it with the other ranks.
 
-Handlers call `record`. The comparison is in distributed/divergence.py.
+Handlers call `record`. The comparison is in distributed/divergence.py. A function that one rank may
+call alone records nothing: `identify_copy` gives its result a serial.
 """
 
 from __future__ import annotations
@@ -10,7 +11,27 @@ from collections.abc import Sequence
 from ..distributed.world import world
 from .global_tensor import GlobalTensor
 
-__all__ = ["record", "record_together"]
+__all__ = ["COPY", "GRADIENT", "identify_copy", "identify_results", "record", "record_together"]
+
+# The serial of a gradient or copy is the hash of its tensor's serial and one of these numbers.
+GRADIENT = 1
+COPY = 2
+
+
+def identify_copy(out: GlobalTensor, source: GlobalTensor, kind: int = COPY) -> GlobalTensor:
+    """Give ``out`` a serial that follows from the one of ``source`` alone, and return ``out``.
+
+    The history of operations remains as it is, so one rank may make ``out`` alone. ``kind`` is a
+    number that is the same on every rank."""
+    out._serial = hash((source._serial, kind))
+    return out
+
+
+def identify_results(results: Sequence[GlobalTensor]) -> None:
+    """Give each result of the call recorded last a serial of its own."""
+    for i, result in enumerate(results):
+        history = world().history((result._spec.shown.placement,))
+        result._serial = hash((history.serial, i))
 
 
 def record_together(what: str, tensors: Sequence[GlobalTensor]) -> None:

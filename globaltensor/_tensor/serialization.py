@@ -23,6 +23,7 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, StorageSpec
 from .global_tensor import GlobalTensor
+from .history import COPY
 from .set_data import set_requires_grad
 from .storage import is_whole
 
@@ -53,7 +54,7 @@ def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
     held = local if local.is_meta else local.cpu()
     return rebuild_global_tensor, (
         held,
-        _header(self._spec),
+        {**_header(self._spec), "serial": self._serial},
         self.requires_grad,
         is_parameter,
         self._reduce_dtype,
@@ -79,13 +80,22 @@ def rebuild_global_tensor(
     if header["helper"]:
         out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
         out._local.requires_grad_(requires_grad)
-        return out
+        return _identified(out, header)
     spec, this_world = _fitting(header), world()
     if this_world.rank not in spec.placement._coordinates:
         local = placeholder(spec)
     elif not local.is_meta:
         local = local.to(this_world.device(spec.placement.type))
-    return remade(local, spec, requires_grad, is_parameter, reduce_dtype)
+    return _identified(remade(local, spec, requires_grad, is_parameter, reduce_dtype), header)
+
+
+def _identified(out: GlobalTensor, header: _Header) -> GlobalTensor:
+    """Give the tensor the serial of the tensor that was written.
+
+    Each rank reads what a call of the same program has written. A file of an older version has no
+    serial."""
+    out._serial = hash((header.get("serial", 0), COPY))
+    return out
 
 
 rebuild_global_tensor.__module__ = "globaltensor"

@@ -84,7 +84,7 @@ def data(self: GlobalTensor) -> GlobalTensor:
     if isinstance(self, RemoteView):
         return alias_of(self, detached=True)
     # Autograd does not see writes into it.
-    out = GlobalTensor.wrap(self._local.data, self._spec)
+    out = GlobalTensor.wrap(self._local.data, self._spec, self._serial)
     link_alias(self, out, viewed=False)
     copy_noted_strides(self, out)
     return out

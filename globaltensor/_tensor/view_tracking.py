@@ -245,7 +245,9 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     if isinstance(x, RemoteView):
         source, taken, index, _ = x.__dict__["_origin"]
         with torch.set_grad_enabled(not detached):
-            return RemoteView.of(local, x._spec, source, taken, index)
+            view = RemoteView.of(local, x._spec, source, taken, index)
+        view._serial = x._serial
+        return view
     # (torch.nn.Parameter requires that a detached tensor has the same class.)
     out = (
         GlobalTensor.without_slots(local, x._spec)

@@ -48,8 +48,9 @@ from .._base import torch_private
 from .._base.patches import patch
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.grad import local_grad, set_grad
-from .._tensor.history import record
+from .._tensor.history import identify_copy, record
 from ..boxing import box
+from ..distributed.divergence import digest_of
 from ..distributed.world import world
 from ..errors import GlobalTensorError, ShapeError
 from ..sharding.placement import Placement
@@ -254,7 +255,10 @@ class _Swap:
             if k not in seen or seen[k] is not v:
                 seen[k] = v
                 like = isinstance(v, torch.Tensor) and k != "step" and v.shape == part.shape
-                known[k] = GlobalTensor.wrap(v, stepped(p).replace(dtype=v.dtype)) if like else v
+                if like:
+                    out = GlobalTensor.wrap(v, stepped(p).replace(dtype=v.dtype))
+                    v = identify_copy(out, p, int.from_bytes(digest_of(str(k)), "little"))
+                known[k] = v
 
 
 class _Gradients(NamedTuple):

@@ -12,34 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from support.divergent_programs import B, S, chosen, line, rows, silent
 from support.launched import Launched
 from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
-from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError
-
-B, S = flow.sbp.broadcast, flow.sbp.split
-
-
-def line() -> Any:
-    return flow.placement.all("cpu")
-
-
-def rows(add: float = 0.0) -> Any:
-    value = torch.arange(12.0, dtype=torch.float64).view(4, 3) + add
-    return value.to_global(line(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
 
 
 def two(plan: str = "data") -> nn.ModuleList:
     layers = nn.ModuleList([nn.Linear(3, 3, bias=False).double() for _ in range(2)])
     return flow.parallelize(layers, line(), plan)  # type: ignore[return-value]
-
-
-def chosen(some: Any, other: Any) -> Any:
-    """Return the first argument on rank 0 and the second one elsewhere."""
-    return other if flow.env.get_rank() else some
 
 
 def boxed_in_another_order() -> None:
@@ -321,21 +304,6 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "gradient picked": gradient_picked,
     "result of a hook": result_of_a_hook,
 }
-
-
-def silent(programs: dict[str, Callable[[], None]]) -> list[str]:
-    """Return the names of the programs that raise no DivergenceError on this rank."""
-    names = []
-    for name, program in programs.items():
-        try:
-            program()
-        except DivergenceError:
-            pass
-        else:
-            names.append(name)
-        world().forget()
-        world().comm(tuple(range(world().size))).barrier()
-    return names
 
 
 def programs_of_two_ranks() -> list[str]:

@@ -12,6 +12,7 @@ import torch
 from ..._base.pytree import replaced, structure, tensors_in
 from ..._tensor.convert import check_placement, spec_of
 from ..._tensor.global_tensor import GlobalTensor
+from ..._tensor.history import identify_results
 from ..._tensor.plain_operands import check_replicated
 from ...distributed.world import placeholder, world
 from ...errors import DivergenceError, GlobalTensorError, SbpError
@@ -110,6 +111,9 @@ class GlobalBatches:
             parts = [
                 self._joined(i, tensors[i] if inside else None, headers) for i in range(len(metas))
             ]
+            if this_world.size > 1:
+                this_world.history((self.placement,)).record(b"GlobalBatches")
+            identify_results(parts)
             number += 1
             yield replaced(shell, iter(parts))
 

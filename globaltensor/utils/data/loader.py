@@ -188,6 +188,9 @@ class GlobalDataLoader:
             self._begin :
         ]
         self._check_order(batches)
+        history = world().history((self.placement,))
+        history.record(b"GlobalDataLoader")
+        iteration = history.serial  # identifies the batches of this iteration
         self._done, self._begin = self._begin, 0
         read: Iterator[Any] = iter(())
         if self._loader is not None:
@@ -197,7 +200,8 @@ class GlobalDataLoader:
         for batch in batches:
             own_share = next(read) if self._share.reads and self._share.rows(batch) else None
             position = self.epoch, self._done
-            out = self._share.assemble(own_share, len(batch), self.check_meta, position)
+            serial = hash((iteration, self._done))
+            out = self._share.assemble(own_share, len(batch), self.check_meta, position, serial)
             self._done += 1
             yield out
 
@@ -325,11 +329,13 @@ class _BatchShare:
         begin, length = self._span(len(batch), self.rank)
         return list(batch[begin : begin + length])
 
-    def assemble(self, local_share: Any, size: int, check: bool, position: tuple[int, int]) -> Any:
+    def assemble(
+        self, local_share: Any, size: int, check: bool, position: tuple[int, int], serial: int
+    ) -> Any:
         """Return the batch of ``size`` samples, given this rank's share ``local_share``.
 
         ``local_share`` is None on a rank that has read nothing. ``position`` is the epoch and the
-        number of the batch."""
+        number of the batch. ``serial`` identifies the batch."""
         tensors = tensors_in(local_share, [])
         shell, metas = local_share, [(tuple(t.shape), t.dtype) for t in tensors]
         if check or not self.covers or len(self.fiber) > 1 or size < self.parts:
@@ -338,7 +344,13 @@ class _BatchShare:
             self._check_rows(self.rank, metas, size)
         parts = iter(
             [
-                self._one(tensors[i] if local_share is not None else None, shape, dtype, size)
+                self._one(
+                    tensors[i] if local_share is not None else None,
+                    shape,
+                    dtype,
+                    size,
+                    hash((serial, i)),
+                )
                 for i, (shape, dtype) in enumerate(metas)
             ]
         )
@@ -391,14 +403,19 @@ class _BatchShare:
                 )
 
     def _one(
-        self, local: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, size: int
+        self,
+        local: torch.Tensor | None,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        size: int,
+        serial: int,
     ) -> GlobalTensor:
         layout = [
             broadcast if e.is_split and e.dim >= max(1, len(shape)) else e for e in self.layout
         ]
         spec = Spec.make((size, *shape[1:]), dtype, self.placement, layout)
         if not self.inside:
-            return GlobalTensor.wrap(placeholder(spec), spec)
+            return GlobalTensor.wrap(placeholder(spec), spec, serial)
         rows = spec.replace(layout=self.over_rows).local_shape(self.rank)
         this_world = world()
         whole = (
@@ -412,7 +429,7 @@ class _BatchShare:
         offsets, lengths = spec.box(self.rank)
         for d in range(1, len(shape)):
             whole = whole.narrow(d, offsets[d], lengths[d])
-        return GlobalTensor.wrap(whole.contiguous(), spec)
+        return GlobalTensor.wrap(whole.contiguous(), spec, serial)
 
 
 def _format_metas(metas: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
