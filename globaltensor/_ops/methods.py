@@ -38,13 +38,13 @@ from .._tensor.pending_tensor import (
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.serialization import reduce_ex
 from .._tensor.set_data import (
+    assign_requires_grad,
     data,
     laid_out_like,
     requires_grad_,
     resize_,
     set_,
     set_data,
-    set_requires_grad,
 )
 from .._tensor.strides import (
     Note,
@@ -645,7 +645,7 @@ METHODS: dict[str, Any] = {
     "pin_memory": pin_memory,
     "__reduce_ex__": reduce_ex, "__copy__": shallow_copy, "__deepcopy__": deepcopy,
     "grad_fn": property(autograd_hooks.grad_fn),
-    "requires_grad": property(lambda self: self._local.requires_grad, set_requires_grad),
+    "requires_grad": property(lambda self: self._local.requires_grad, assign_requires_grad),
     "data": property(data, set_data),
     "grad": property(get_grad, set_grad, lambda self: set_grad(self, None)),
     "real": _component("real"), "imag": _component("imag"),

@@ -28,6 +28,7 @@ from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
 
 __all__ = [
+    "assign_requires_grad",
     "become_global",
     "become_plain",
     "exchange",
@@ -55,8 +56,6 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
             box(self._local.detach(), self._spec, whole, why="requires_grad", alias=False),
             whole,
         )
-    if not maybe_alone and self._local.requires_grad != value:
-        record(f"requires_grad_({value})", self)
     self._local.requires_grad = value
     if not self._local.is_leaf:
         return
@@ -64,6 +63,15 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
         attach(self, maybe_alone)
     else:
         detach(self)
+
+
+def assign_requires_grad(self: GlobalTensor, value: bool) -> None:
+    """Set ``requires_grad``, and record the change: all ranks must make it."""
+    # One rank alone may make a leaf of its own, a copy, which no other rank uses.
+    shared = not value or "_is_param" in self.__dict__
+    if shared and self._local.requires_grad != value:
+        record(f"requires_grad_({value})", self)
+    set_requires_grad(self, value)
 
 
 def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTensor:
@@ -75,7 +83,7 @@ def requires_grad_(self: GlobalTensor, requires_grad: bool = True) -> GlobalTens
     if requires_grad and not self._local.is_leaf:
         self._local.requires_grad_()
     else:
-        set_requires_grad(self, requires_grad)
+        assign_requires_grad(self, requires_grad)
     return self
 
 

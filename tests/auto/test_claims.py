@@ -414,7 +414,7 @@ def test_strategies_lost_to_a_fault_of_a_rule_are_counted(
             "search, see below" in text
         )
         assert data(plan)["plan"]["optimal"] is False
-        assert any(name == "lost" and "gelu" in told for name, told in data(plan)["told"]["rest"])
+        assert any(name == "lost" and "gelu" in told for name, told in data(plan)["texts"]["rest"])
         assert Plan(**{**vars(plan), "lost": ()}).optimal == proven(plan.cost, plan.bound)
 
 
@@ -555,7 +555,7 @@ def test_stages_and_devices_are_not_mixed_up(
 ) -> None:
     plan = staged(lanes, mesh)
     assert headline(plan) == words
-    assert data(plan)["told"]["lying"] == words.split(", ", 1)[1].removesuffix(
+    assert data(plan)["texts"]["arrangement"] == words.split(", ", 1)[1].removesuffix(
         ", training, 17 calls"
     )
 

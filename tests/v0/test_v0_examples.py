@@ -199,7 +199,7 @@ def test_without_digits_it_says_what_to_install(
     tmp_path: Path, example: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(SystemExit, match=r'pip install "globaltensor\[examples\]"'):
+    with pytest.raises(SystemExit, match=r"pip install '\.\[examples\]'"):
         example("digits").load(None, 100)
     with pytest.raises(flow.SessionError, match="there is no train-images-idx3-ubyte"):
         example("digits").load(str(tmp_path), 100)

@@ -95,7 +95,9 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
         search_result: SearchResult = agreed(
             graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None)
         )
-        apply_layouts({path: parameters[path] for path in free}, search_result, graph.training)
+        # in the order of the model: that of a set of names differs by rank
+        chosen = {path: p for path, p in parameters.items() if path in free}
+        apply_layouts(chosen, search_result, graph.training)
         for entry in graph._optimizers:
             relay(entry.optimizer)
     finally:
