@@ -139,7 +139,9 @@ def set_data(self: GlobalTensor, value: Any) -> None:
             box(value._local.detach(), value._spec, self._spec, why=".data", alias=False),
             self._spec,
         )
-    record("setting .data", self, value)
+    # One rank alone may set what is there already, as module.to("cpu") does on a CPU.
+    if not value._serial or value._serial != self._serial:
+        record("setting .data", self, value)
     parameter_gather.reset_prefetch()
     if isinstance(self, RemoteView):
         self.cut()

@@ -99,12 +99,23 @@ def no_writer_on_other_ranks() -> Any:
     return rows()
 
 
+def moved_to_where_it_is() -> Any:
+    """Move a module on rank 0 to the device that it is on."""
+    model = layer()
+    model(rows()).sum().backward()
+    if first():
+        model.to("cpu").cpu().to(torch.float64)
+    model(rows()).sum().backward()
+    return model.weight.grad
+
+
 PROGRAMS: dict[str, Callable[[], Any]] = {
     "a call from two lines": a_call_from_two_lines,
     "state read for a log": state_read_for_a_log,
     "notes in a parameter group": notes_in_a_parameter_group,
     "gradients of inputs in another order": gradients_of_inputs_in_another_order,
     "no writer on other ranks": no_writer_on_other_ranks,
+    "moved to where it is": moved_to_where_it_is,
 }
 
 
