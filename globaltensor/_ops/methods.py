@@ -231,7 +231,9 @@ def _record_move(what: str, x: GlobalTensor, dst: Spec) -> int:
     """Record that ``x`` is boxed to ``dst``, if data moves. Return the result's serial."""
     src = x._spec.shown
     if not plan_boxing(x._spec, dst).bytes:  # one rank may do it alone
-        return hash((x._serial, int.from_bytes(dst.text, "little")))
+        # Ranks outside the tensor's placement may know it by another serial.
+        known = dst.placement is src.placement or {*dst.placement.flat} <= {*src.placement.flat}
+        return hash((x._serial, int.from_bytes(dst.text, "little"))) if known else 0
     # The serial counts among the ranks of the tensor's placement. Others may not know it.
     history = world().history((src.placement,))
     history.record(history.code_of(what, dst), x._serial)

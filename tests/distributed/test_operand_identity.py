@@ -346,6 +346,19 @@ def tensors_of_single_ranks() -> float:
     return d.sum().item()  # type: ignore[no-any-return]
 
 
+def empty_tensor_on_other_ranks() -> float:
+    """Move a tensor of no elements to a placement with a rank that does not know it."""
+    there, grid = flow.placement("cpu", [2, 3]), flow.placement("cpu", [[0], [2]])
+    empty = torch.ones(0, 3).to_global(there, B).detach()  # type: ignore[attr-defined]
+    moved = empty.to_global(placement=grid, sbp=[B, B])
+    (moved * 2).sum().to_global(placement=line(), sbp=B).item()
+    return rows().sum().item()  # type: ignore[no-any-return]
+
+
+def test_an_empty_tensor_that_moves_does_not_make_ranks_diverge() -> None:
+    assert run_on(4, empty_tensor_on_other_ranks) == [66.0] * 4
+
+
 def test_tensors_of_single_ranks_do_not_diverge() -> None:
     assert run_on(2, tensors_of_single_ranks) == [144.0] * 2
 
