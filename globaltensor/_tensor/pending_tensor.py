@@ -47,10 +47,11 @@ class PendingTensor(SlottedGlobalTensor):
 
     def _is_pending(self) -> bool:
         """Return True if the local tensor is out of date, or does not exist yet."""
-        raise NotImplementedError
+        raise AssertionError("each kind of pending tensor has its own _is_pending")
 
     def _materialize(self) -> GlobalTensor:
-        raise NotImplementedError
+        """Fetch or compute the local tensor if it is pending, and return this tensor."""
+        raise AssertionError("each kind of pending tensor has its own _materialize")
 
     @property
     def _local(self) -> torch.Tensor:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import fx
 
+from .._base.argument_text import argument_text
 from ..distributed.communicator import Communicator
 from ..distributed.simulate import SimulatedWorld
 from ..distributed.world import world
@@ -86,7 +87,7 @@ def _shown(value: Any) -> str:
 def _number_or_text(value: Any) -> str:
     """Return a text that is equal for equal numbers of different types."""
     numbers = as_numbers(value)
-    return _shown(value) if numbers is None else repr(numbers)
+    return _shown(value) if numbers is None else argument_text(numbers)
 
 
 def seed_of(program: fx.Graph) -> int | None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from .._base.argument_text import argument_text
 from .._tensor.global_tensor import GlobalTensor
 
 __all__ = ["as_numbers", "hyperparameter_tensors", "hyperparameters", "spelled"]
@@ -31,16 +32,16 @@ def spelled(group: Mapping[str, Any]) -> str:
     """Return the numbers of a group as text, equal for equal numbers of different types.
 
     >>> spelled({"lr": np.float64(0.5), "betas": (0.5, torch.tensor(1.0)), "foreach": None})
-    'lr=0.5, betas=(0.5, 1.0)'
+    'lr=0.5, betas=(0.5, 1)'
     """
     numbers = {name: as_numbers(value) for name, value in group.items()}
-    return ", ".join(f"{name}={n}" for name, n in numbers.items() if n is not None)
+    return ", ".join(f"{k}={argument_text(v)}" for k, v in numbers.items() if v is not None)
 
 
 def as_numbers(value: Any) -> Any:
     """Return a number, or a tuple of numbers, as Python's own, or None for any other value.
 
-    Integers that a float can represent become floats, because 1 and 1.0 step alike."""
+    The number of a tensor is read on its device, so this waits for it."""
     if isinstance(value, np.generic) or (
         isinstance(value, torch.Tensor)
         and not isinstance(value, GlobalTensor)
@@ -48,8 +49,6 @@ def as_numbers(value: Any) -> Any:
         and not value.is_meta
     ):
         return as_numbers(value.item())
-    if type(value) is int:
-        return float(value) if abs(value) < 1 << 53 else value
     if isinstance(value, (bool, int, float, complex)):
         return value
     if isinstance(value, (tuple, list)):
