@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,6 +89,15 @@ def inplace_error(name: str, spec: Spec) -> InplaceError:
         f"  target {spec!r}\n"
         f"use the out-of-place form, or box the target first: x = x.to_global(sbp=...)"
     )
+
+
+class _ViewCall(NamedTuple):
+    """A call of a view function; ``tensors`` are those among its arguments, the base first."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: list[torch.Tensor]
 
 
 class LocalPlan(CallPlan):
@@ -213,37 +222,35 @@ class LocalPlan(CallPlan):
                 return (
                     GlobalTensor.wrap(out, self.outs[0])
                     if not self.view
-                    else self._view(out, self.outs[0], (func, args, kwargs, 0))
+                    else self._view(out, self.outs[0], _ViewCall(func, args, kwargs, tensors), 0)
                 )  # type: ignore[arg-type]
             result = tensors_in(out, [])
         pairs = zip(result, self.outs, strict=True)
-        wrap = self._view if self.view else lambda local, spec, call: GlobalTensor.wrap(local, spec)
-        return replaced(
-            self.structure,
-            iter(
-                [
-                    wrap(local, spec, (func, args, kwargs, i))
-                    for i, (local, spec) in enumerate(pairs)
-                ]
-            ),
-        )  # type: ignore[arg-type]
+        if self.view:
+            call = _ViewCall(func, args, kwargs, tensors)
+            wrapped = [self._view(local, spec, call, i) for i, (local, spec) in enumerate(pairs)]  # type: ignore[arg-type]
+        else:
+            wrapped = [GlobalTensor.wrap(local, spec) for local, spec in pairs]  # type: ignore[arg-type]
+        return replaced(self.structure, iter(wrapped))
 
     def _view(
         self,
         local: torch.Tensor,
         spec: Spec,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+        call: _ViewCall,
+        i: int,
     ) -> GlobalTensor:
         """Wrap the ``i``-th result of a view function's call, and link it to its base."""
-        func, args, kwargs, i = call
-        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        base = call.tensors[0]
+        if type(base) in ORDINARY and self.routes[0] is None and not self.picks:
+            out = GlobalTensor.wrap(local, spec)
+            link_alias(base, out)  # type: ignore[arg-type]
+            return out
         if not isinstance(base, GlobalTensor):
             return GlobalTensor.wrap(local, spec)
-        if self.routes[0] is None and not self.picks and type(base) in ORDINARY:
-            out = GlobalTensor.wrap(local, spec)
-            link_alias(base, out)
-            return out
 
+        func, args, kwargs, tensors = call
+        others = tensors[1:]
         index, places = args[1] if func is _GETITEM else None, repeat(_PLACEHOLDER)
         # drop the references to the base
         given, named = replaced(args, places), replaced(kwargs, places)
@@ -290,10 +297,10 @@ class ReshapePlan(LocalPlan):
         self,
         local: torch.Tensor,
         spec: Spec,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+        call: _ViewCall,
+        i: int,
     ) -> GlobalTensor:
-        func, args, kwargs, _ = call
-        base = tensors_in(kwargs, tensors_in(args, []))[0]
+        func, args, kwargs, (base, *_) = call
         if not isinstance(base, GlobalTensor):
             return GlobalTensor.wrap(local, spec)
         strides = device_strides(base)
@@ -312,7 +319,7 @@ class ReshapePlan(LocalPlan):
             return GlobalTensor.wrap(local, spec)
         if self.routes[0] is None and type(base) in ORDINARY:
             self.local_views.add(_layout_key(base))
-        return super()._view(local, spec, call)
+        return super()._view(local, spec, call, i)
 
 
 class NotedViewPlan(LocalPlan):
@@ -326,11 +333,11 @@ class NotedViewPlan(LocalPlan):
         self,
         local: torch.Tensor,
         spec: Spec,
-        call: tuple[Any, tuple[Any, ...], dict[str, Any], int],
+        call: _ViewCall,
+        i: int,
     ) -> GlobalTensor:
-        func, args, kwargs, i = call
-        out = super()._view(local, spec, call)
-        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        func, args, kwargs, (base, *others) = call
+        out = super()._view(local, spec, call, i)
         if isinstance(base, GlobalTensor) and not others:
             places = repeat(_PLACEHOLDER)
             given, named = replaced(args, places), replaced(kwargs, places)
@@ -538,21 +545,21 @@ class LocalPlanMany(CallPlan):
         )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        local_args = tuple([a._local if isinstance(a, GlobalTensor) else a for a in args])
-        local_kwargs = {
-            k: a._local if isinstance(a, GlobalTensor) else a for k, a in kwargs.items()
-        }
+        # the operands are ordinary: isinstance with a class of tensors is slow
+        local_args = [a._local if type(a) in ORDINARY else a for a in args]
+        local_kwargs = {k: a._local if type(a) in ORDINARY else a for k, a in kwargs.items()}
         out = (
             func(*local_args, **local_kwargs)
             if self.function is None
             else apply(self.function, local_args, local_kwargs)
         )
-        wrapped = [
-            GlobalTensor.wrap(local, spec) for local, spec in zip(out, self.outs, strict=True)
-        ]  # type: ignore[arg-type]
-        if self.view:
+        pairs = zip(out, self.outs, strict=True)
+        wrapped = [GlobalTensor.wrap(local, spec) for local, spec in pairs]  # type: ignore[arg-type]
+        if self.view and wrapped:
+            link_alias(args[0], wrapped[0])
+            memory = wrapped[0]._memory
             for t in wrapped:
-                link_alias(args[0], t)
+                t._memory = memory
         return self.kind(wrapped)
 
 

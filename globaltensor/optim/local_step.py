@@ -447,8 +447,8 @@ _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary(
 
 
 #: An optimizer's attribute: the values in its groups at its last step, the number of its
-#: parameters, the bytes that represent the numbers among the values, and the serials of the
-#: parameters.
+#: parameters, the bytes that represent the numbers among the values, and the hash of the serials
+#: of the parameters.
 _RECORDED = "_globaltensor_recorded"
 
 
@@ -461,7 +461,7 @@ class _Recorded:
     tensors: list[torch.Tensor]  # hyperparameters that are tensors
     versions: list[int]  # of these
     code: bytes
-    serials: list[int]  # of the parameters
+    parameters: int  # the hash of their serials
     # The number of states, if none was empty and all were of global parameters, else -1.
     full_states: int = -1
 
@@ -498,14 +498,14 @@ def _record(optimizer: Optimizer) -> None:
             tensors,
             [t._version for t in tensors],
             history.learn(f"{type(optimizer).__name__}.step with {settings}"),
-            [p._serial for group in groups for p in group["params"] if _is_on(p, placement)],
+            hash(tuple(p._serial for g in groups for p in g["params"] if _is_on(p, placement))),
         )
     with_state = len(optimizer.state)
     if with_state != known.full_states:
         # Reading the state of a parameter makes an empty one.
         full = sum(1 for p, state in optimizer.state.items() if type(p) in ORDINARY and state)
         with_state, known.full_states = full, with_state if full == with_state else -1
-    history.record(known.code, with_state, *known.serials)
+    history.record(known.code, with_state, known.parameters)
 
 
 def _is_on(p: torch.Tensor, placement: Placement) -> bool:
