@@ -584,7 +584,7 @@ def _kind_of_view_plan(
     hides, recorded = _hides_strides(op, base, outs, structure), torch_private.function_mode_on()
     if hides and not recorded:
         return StridedViewPlan
-    if local_tensors_mislead(rule.name, base, outs[0], communicates):
+    if outs and local_tensors_mislead(rule.name, base, outs[0], communicates):
         return ReshapePlan
     return NotedViewPlan if hides else LocalPlan
 

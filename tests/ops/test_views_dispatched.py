@@ -169,3 +169,32 @@ def test_a_slice_whose_end_is_a_tensor(sbp: Any) -> None:
             )
 
     simulate(2, run)
+
+
+def _pieces_of_an_empty_dim(shape: tuple[int, ...]) -> tuple[list[Any], list[Any]]:
+    """Return the shapes of what several functions give, of a plain tensor and of global ones."""
+    everyone = flow.placement.all("cpu")
+    functions: list[Callable[[torch.Tensor], Any]] = [
+        lambda t: t.unbind(0),
+        lambda t: t.unbind(-1),
+        list,
+        lambda t: torch.split(t, [] if t.shape[0] == 0 else t.shape[0], 0),
+        lambda t: torch.tensor_split(t, 2, 0),
+        lambda t: t.chunk(3, -1),
+    ]
+
+    def shapes(t: torch.Tensor) -> list[Any]:
+        return [[list(piece.shape) for piece in f(t)] for _ in range(2) for f in functions]
+
+    plain = torch.zeros(shape)
+    layouts = [flow.sbp.broadcast, flow.sbp.partial_sum]
+    layouts += [flow.sbp.split(d) for d in range(len(shape))]
+    whole = plain.to_global(everyone, flow.sbp.broadcast)
+    return shapes(plain), [shapes(whole.to_global(sbp=layout)) for layout in layouts]
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (4, 0), (0, 0)])
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_empty_dim_has_no_pieces(n: int, shape: tuple[int, ...]) -> None:
+    for plain, of_layouts in simulate(n, _pieces_of_an_empty_dim, shape):
+        assert of_layouts == [plain] * len(of_layouts)
