@@ -88,8 +88,8 @@ def _spec(x: object, caller: str) -> Spec:
     if isinstance(x, Spec):
         return x
     raise TypeError(
-        f"{caller} draws a global tensor or a Spec, not {type(x).__name__}: of a plain tensor make "
-        f"a global one first, x.to_global(placement, sbp)"
+        f"{caller} draws a global tensor or a Spec, not {type(x).__name__}: of data that every "
+        f"rank has make a global one first, flow.tensor(data, placement=..., sbp=...)"
     )
 
 

@@ -399,9 +399,10 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         f"{_at(first)}a plain tensor that is used together with global tensors counts as the same "
         f"value on every rank, but the ranks hold different values for "
         f"{first.purpose}:\n{held}"
-        "If each rank has its own rows, make them one global tensor first: x.to_global(placement, "
-        "sbp=flow.sbp.split(0)); for a data loader use "
-        "flow.utils.data.GlobalBatches(loader, placement). If all ranks should hold the same "
+        "If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, batch_size, "
+        "placement=placement) in its place, or GlobalBatches(loader, placement) around a loader "
+        "with flow.utils.data.DistributedSampler. If each rank has its own rows, x.to_global("
+        "placement, sbp=flow.sbp.split(0)) joins them. If all ranks should hold the same "
         "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
         "torch.manual_seed with one number on every rank makes all ranks draw the same"
     )
