@@ -31,7 +31,7 @@ class Replacement:
     """
 
     def __init__(self, path: Path) -> None:
-        old = _regular(path)
+        old = _stat_regular_file(path)
         # A dangling link: the file is created at the link's target.
         self._path = os.path.realpath(path)
         self._name: str | None = None  # in the folder, once it has one
@@ -44,7 +44,7 @@ class Replacement:
             os.close(os.open(path, os.O_WRONLY | os.O_CLOEXEC))
         try:
             self._folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_CLOEXEC)
-            self.file = os.fdopen(self._created(), "wb")
+            self.file = os.fdopen(self._create_file(), "wb")
         except _NO_FOLDER:
             self._close_folder()
             self.file = open(path, "wb")  # noqa: SIM115 - as above
@@ -53,9 +53,9 @@ class Replacement:
             self._close_folder()
             raise
         if old is not None:
-            _as_before(self.file.fileno(), self._path, old)
+            _copy_owner_and_mode(self.file.fileno(), self._path, old)
 
-    def _created(self) -> int:
+    def _create_file(self) -> int:
         """Open a new file.
 
         Where the system can do it, the file has no name until it is complete. Then nothing is left
@@ -118,7 +118,7 @@ class Replacement:
             self._folder = None
 
 
-def _regular(path: Path) -> os.stat_result | None:
+def _stat_regular_file(path: Path) -> os.stat_result | None:
     try:
         return os.stat(path)
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _fresh_name() -> str:
     return f".globaltensor-{secrets.token_hex(8)}"
 
 
-def _as_before(file: int, path: str, old: os.stat_result) -> None:
+def _copy_owner_and_mode(file: int, path: str, old: os.stat_result) -> None:
     """Copy the old file's owner and permissions to its replacement, as far as this process may."""
     if (old.st_uid, old.st_gid) != (os.geteuid(), os.getegid()):
         with contextlib.suppress(OSError):

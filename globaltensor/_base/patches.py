@@ -27,7 +27,7 @@ class Patch(NamedTuple):
     reason: str
 
 
-def _adds(*names: str) -> tuple[Patch, ...]:
+def _method_patches(*names: str) -> tuple[Patch, ...]:
     reason = "a method of all tensors: on a plain tensor it returns a result or raises an error"
     return tuple(Patch(f"torch:Tensor.{name}", "torch 2.11", reason) for name in names)
 
@@ -41,7 +41,7 @@ _SAVER = "writes a file from a tensor's memory: refuses tensors of which this ra
 #: All patches, in order of the libraries and modules they change.
 TABLE: tuple[Patch, ...] = (
     # --- tensors
-    *_adds(
+    *_method_patches(
         "to_global",
         "local_to_global",
         "to_local",

@@ -72,8 +72,9 @@ def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any
     # here for ever. In this copy the answer is no.
     own = {**func.__globals__, **dict.fromkeys(names, lambda *a: False)}
     if "overrides" in func.__code__.co_names:
-        own["torch"] = _Stand(
-            torch, {"overrides": _Stand(torch.overrides, dict.fromkeys(names, lambda *a: False))}
+        own["torch"] = _ModuleOverlay(
+            torch,
+            {"overrides": _ModuleOverlay(torch.overrides, dict.fromkeys(names, lambda *a: False))},
         )
     copy = types.FunctionType(
         func.__code__, own, func.__name__, func.__defaults__, func.__closure__
@@ -82,7 +83,7 @@ def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any
     return copy
 
 
-class _Stand:
+class _ModuleOverlay:
     """A module with some of its names replaced."""
 
     def __init__(self, module: Any, names: dict[str, Any]) -> None:

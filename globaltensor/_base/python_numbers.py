@@ -29,7 +29,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float, complex, np.number, np.bool_))
 
 
-def _is_other(value: Any) -> bool:
+def _is_foreign_number(value: Any) -> bool:
     """Return True for a number of another type that torch reads as one of Python's own.
 
     A np.bool_ is none: torch reads it as a float where it expects a number, but not in an index.
@@ -43,8 +43,8 @@ def key_of_other(value: Any) -> Any:
     A number equals numbers of other types, so its key has its type. The plan converts the number,
     so it does not depend on the value.
     """
-    if _is_other(value):
-        return (_is_other, type(value))
+    if _is_foreign_number(value):
+        return (_is_foreign_number, type(value))
     return (np.bool_, bool(value)) if isinstance(value, np.bool_) else value
 
 
@@ -69,7 +69,7 @@ def as_python_numbers(value: Any) -> Any:
         ends = value.start, value.stop, value.step
         parts = [as_python_numbers(v) for v in ends]
         return value if all(map(_same, parts, ends)) else slice(*parts)
-    if _is_other(value):
+    if _is_foreign_number(value):
         return next(own(value) for own, types in _KINDS.items() if isinstance(value, types))
     return value
 

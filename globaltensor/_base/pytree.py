@@ -115,7 +115,7 @@ _WHOLE = (
 )
 
 
-def _parts(value: Any) -> dict[Any, Any] | None:
+def _contents(value: Any) -> dict[Any, Any] | None:
     """Return an object's contents by key or attribute, or None if they are not searched."""
     if isinstance(value, dict):
         return value
@@ -144,7 +144,7 @@ def _collect(value: Any, leaves: list[Any], kind: type, seen: set[int]) -> None:
             _collect(v, leaves, kind, seen)
     elif id(value) not in seen:
         seen.add(id(value))
-        for v in (_parts(value) or {}).values():
+        for v in (_contents(value) or {}).values():
             _collect(v, leaves, kind, seen)
 
 
@@ -154,16 +154,18 @@ def replaced_in_objects(value: Any, replacements: Iterator[Any], kind: type = to
     They come in the order of `object_tensors`. Containers of tensors are copied, everything else is
     shared.
     """
-    return _mapped(value, replacements, kind, {})
+    return _replace_tensors(value, replacements, kind, {})
 
 
-def _mapped(value: Any, replacements: Iterator[Any], kind: type, memo: dict[int, Any]) -> Any:
+def _replace_tensors(
+    value: Any, replacements: Iterator[Any], kind: type, memo: dict[int, Any]
+) -> Any:
     if isinstance(value, kind):
         return next(replacements)
     if isinstance(value, (torch.Tensor, *_PLAIN)):
         return value
     if isinstance(value, (tuple, list)):
-        parts = [_mapped(v, replacements, kind, memo) for v in value]
+        parts = [_replace_tensors(v, replacements, kind, memo) for v in value]
         if type(value) in (tuple, list):
             return type(value)(parts)
         return (
@@ -173,12 +175,12 @@ def _mapped(value: Any, replacements: Iterator[Any], kind: type, memo: dict[int,
         )
     if id(value) in memo:
         return memo[id(value)]
-    held = _parts(value)
+    held = _contents(value)
     if not held or (type(value) is not dict and not object_tensors(value, [], kind)):
         return value
     out = memo[id(value)] = {} if type(value) is dict else copy.copy(value)
     for k, v in held.items():
-        new = _mapped(v, replacements, kind, memo)
+        new = _replace_tensors(v, replacements, kind, memo)
         if isinstance(value, dict):
             dict.__setitem__(out, k, new)
         # The class that transformers uses for a model's output: its entries are attributes too.
@@ -203,7 +205,7 @@ def _skeleton(value: Any, describe: Callable[[torch.Tensor], Any], seen: set[int
         return type(value), value
     if isinstance(value, (tuple, list)):
         return (type(value), *[_skeleton(v, describe, seen) for v in value])
-    held = _parts(value)
+    held = _contents(value)
     if (
         isinstance(value, dict)
         or dataclasses.is_dataclass(value)

@@ -92,15 +92,18 @@ def directory(package: str) -> Callable[[], list[str]]:
     )
 
 
-class _Borrowed(MetaPathFinder, Loader):
+class _TorchModuleFinder(MetaPathFinder, Loader):
     """A finder and loader for modules of this library that only torch defines."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not name.startswith(_OURS) or PathFinder.find_spec(name, _folders(name)) is not None:
+        if (
+            not name.startswith(_OURS)
+            or PathFinder.find_spec(name, _search_folders(name)) is not None
+        ):
             return None
-        found = importlib.util.find_spec(_theirs(name))
+        found = importlib.util.find_spec(_torch_module_name(name))
         return (
             None
             if found is None
@@ -110,14 +113,14 @@ class _Borrowed(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         # The import system returns the entry of sys.modules as it is after this call: torch's own
         # module, under its own name.
-        sys.modules[module.__name__] = importlib.import_module(_theirs(module.__name__))
+        sys.modules[module.__name__] = importlib.import_module(_torch_module_name(module.__name__))
 
 
-def _theirs(name: str) -> str:
+def _torch_module_name(name: str) -> str:
     return "torch." + name.removeprefix(_OURS)
 
 
-def _folders(name: str) -> list[str]:
+def _search_folders(name: str) -> list[str]:
     """Return the folders to search for a module: none if its parent package is torch's."""
     parent = sys.modules[name.rpartition(".")[0]]
     return list(parent.__path__) if parent.__name__.startswith("globaltensor") else []
@@ -129,5 +132,5 @@ def install() -> None:
     The finder goes first in ``sys.meta_path``: the path of torch's own packages would load their
     modules a second time.
     """
-    if not any(isinstance(finder, _Borrowed) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Borrowed())
+    if not any(isinstance(finder, _TorchModuleFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _TorchModuleFinder())

@@ -69,9 +69,9 @@ def install() -> None:
         return hook
 
     patch("sys:excepthook", showing)
-    GlobalTensorError._render_traceback_ = _rendered  # type: ignore[attr-defined]
+    GlobalTensorError._render_traceback_ = _ipython_lines  # type: ignore[attr-defined]
 
 
-def _rendered(self: GlobalTensorError) -> list[str]:
+def _ipython_lines(self: GlobalTensorError) -> list[str]:
     """Return the traceback lines that IPython shows in place of its own."""
     return [line.rstrip("\n") for line in shortened(self) or traceback.format_exception(self)]

@@ -22,7 +22,7 @@ from .._tensor.global_tensor import GlobalTensor
 __all__ = ["install"]
 
 
-def _around(
+def _scan_global_tensors(
     original: Callable[..., Any],
     combine_fn: Callable[..., Any],
     xs: Any,
@@ -47,7 +47,7 @@ def _around(
 
     if reverse:
         leaves = [t.flip(dim) for t in leaves]
-    outs = (_doubling if combine_mode == "pointwise" else _stepping)(
+    outs = (_scan_by_doubling if combine_mode == "pointwise" else _scan_by_steps)(
         combine, leaves, dim, lengths.pop()
     )
     return replaced(xs, iter([t.flip(dim) for t in outs] if reverse else outs))
@@ -56,7 +56,7 @@ def _around(
 Combine = Callable[[list[torch.Tensor], list[torch.Tensor]], list[torch.Tensor]]
 
 
-def _doubling(
+def _scan_by_doubling(
     combine: Combine, leaves: list[torch.Tensor], dim: int, length: int
 ) -> list[torch.Tensor]:
     for reach in itertools.takewhile(lambda n: n < length, (2**k for k in itertools.count())):
@@ -71,7 +71,7 @@ def _doubling(
     return leaves
 
 
-def _stepping(
+def _scan_by_steps(
     combine: Combine, leaves: list[torch.Tensor], dim: int, length: int
 ) -> list[torch.Tensor]:
     places: Iterator[list[torch.Tensor]] = map(
@@ -85,4 +85,4 @@ def _stepping(
 
 def install() -> None:
     """Make torch's associative scan accept global tensors."""
-    torch_private.wrap_associative_scan(_around)
+    torch_private.wrap_associative_scan(_scan_global_tensors)

@@ -107,7 +107,7 @@ class _FunctionNode(torch.autograd.Function):
         *locals_: torch.Tensor,
     ) -> Any:
         node.function, node.context, node.watcher = function, context, Watcher(reducer().watchers)
-        node.input_homes = [_home(x) for x in inputs]
+        node.input_homes = [_grad_home(x) for x in inputs]
         context._hand_over(node)
         node.duals = [out._spec.dual() if isinstance(out, GlobalTensor) else None for out in outs]
         node.serials = [out._serial if isinstance(out, GlobalTensor) else 0 for out in outs]
@@ -142,7 +142,7 @@ class _FunctionNode(torch.autograd.Function):
         )
 
 
-def _home(x: Any) -> Spec | torch.Size | None:
+def _grad_home(x: Any) -> Spec | torch.Size | None:
     """Return the destination of an argument's gradient.
 
     It is the dual spec of a global tensor, the shape of a plain tensor, and None for anything
@@ -179,7 +179,7 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
     return box(grad, whole, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
 
 
-def _applied(function: Any, args: Sequence[Any]) -> Any:
+def _apply_on_global_args(function: Any, args: Sequence[Any]) -> Any:
     """Run ``function.apply(*args)`` where some of ``args`` are global."""
     refuse_transforms()
     placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
@@ -239,9 +239,9 @@ def run(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call ``function.apply``, whether or not a graph recorder is active."""
     if any(isinstance(a, GlobalTensor) for a in (*args, *kwargs.values())):
         return (
-            _applied(function, args)
+            _apply_on_global_args(function, args)
             if not kwargs
-            else _applied(function, _positions(function, args, kwargs))
+            else _apply_on_global_args(function, _positional_args(function, args, kwargs))
         )
     return apply_plainly(_ORIGINAL, function, args, kwargs)
 
@@ -309,18 +309,18 @@ def install() -> None:
         for a in args:
             if isinstance(a, GlobalTensor):
                 return (
-                    _applied(cls, args)
+                    _apply_on_global_args(cls, args)
                     if not kwargs
-                    else _applied(cls, _positions(cls, args, kwargs))
+                    else _apply_on_global_args(cls, _positional_args(cls, args, kwargs))
                 )
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
-            return _applied(cls, _positions(cls, args, kwargs))
+            return _apply_on_global_args(cls, _positional_args(cls, args, kwargs))
         return apply_plainly(original, cls, args, kwargs)
 
     patch("torch.autograd:Function.apply", lambda before: classmethod(apply))
 
 
-def _positions(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _positional_args(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     first = () if cls.setup_context is not torch.autograd.Function.setup_context else (None,)  # ctx
     bound = inspect.signature(cls.forward).bind(*first, *args, **kwargs)
     bound.apply_defaults()

@@ -59,7 +59,7 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
     )
 
 
-def _settled(output: Any) -> Any:
+def _materialize_output(output: Any) -> Any:
     """Materialize an output, and reduce partials other than sums, which have no cotangent."""
     if isinstance(output, GlobalTensor) and any(
         e.is_partial and e.reduce != "sum" for e in output._materialize()._spec.layout
@@ -73,7 +73,7 @@ def _settled(output: Any) -> Any:
     return output
 
 
-def _sequence(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return (
         []
         if value is None
@@ -83,26 +83,28 @@ def _sequence(value: Any) -> list[Any]:
     )
 
 
-def _starts(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
+def _roots_and_seeds(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], list[Any]]:
     if any(isinstance(o, GradientEdge) for o in outputs):
         raise KernelError(
             "a GradientEdge of a global tensor cannot start a backward pass: it belongs to this "
             "rank's local tensor and has no layout, so the gradient that each rank starts from is "
             "unknown. Pass the tensor itself: torch.autograd.grad(y, inputs), y.backward()"
         )
-    given = _sequence(grads) or [None] * len(outputs)
-    outputs = [_settled(o) for o in outputs]
+    given = _as_list(grads) or [None] * len(outputs)
+    outputs = [_materialize_output(o) for o in outputs]
     seeds = [
         initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g
         for o, g in zip(outputs, given, strict=True)
     ]
     # A rank outside an output's placement may hold a placeholder without an autograd graph (in a
     # second derivative). This rank has nothing to compute for that output.
-    reached = [i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _outside(o)]
+    reached = [
+        i for i, o in enumerate(outputs) if local_of(o).requires_grad or not _is_nonmember(o)
+    ]
     return [local_of(outputs[i]) for i in reached], [seeds[i] for i in reached]
 
 
-def _outside(x: Any) -> bool:
+def _is_nonmember(x: Any) -> bool:
     return isinstance(x, GlobalTensor) and x._spec.placement.coordinate(world().rank) is None
 
 
@@ -115,8 +117,8 @@ def backward(
     inputs: Any = None,
 ) -> None:
     """Run torch.autograd.backward where some outputs are global."""
-    locals_, seeds = _starts(_sequence(tensors), grad_tensors)
-    into = None if inputs is None else [local_of(i) for i in _sequence(inputs)]
+    locals_, seeds = _roots_and_seeds(_as_list(tensors), grad_tensors)
+    into = None if inputs is None else [local_of(i) for i in _as_list(inputs)]
     if not locals_:
         return
     run(locals_, seeds, retain_graph, create_graph, into)
@@ -154,7 +156,7 @@ def run(
         except BaseException as error:
             reducer.reducer().abort()
             parameter_gather.abort()
-            if (same_on_all_ranks := _written_into(error)) is not None:
+            if (same_on_all_ranks := _saved_tensor_error(error)) is not None:
                 raise same_on_all_ranks from None
             raise
 
@@ -163,7 +165,7 @@ _LOCAL_SHAPE = re.compile(r"(has been modified by an inplace operation: )\[\S+ \
 _NO_SHAPE = r"\1a tensor (each rank saved its local tensor)"
 
 
-def _written_into(error: BaseException) -> RuntimeError | None:
+def _saved_tensor_error(error: BaseException) -> RuntimeError | None:
     """Return torch's error for a saved tensor that was written into, without the local shape.
 
     Returns None for any other error. Writes count on every rank, so all ranks raise the error."""
@@ -185,21 +187,21 @@ def grad(
     Returns one gradient per input, each with its input's sbp."""
     options.pop("only_inputs", None)
     if options.pop("is_grads_batched", False):
-        return _batched(
+        return _run_batched(
             outputs,
             inputs,
-            _sequence(grad_outputs),
+            _as_list(grad_outputs),
             create_graph if retain_graph is None else retain_graph,
             create_graph,
             options,
         )
-    locals_, seeds = _starts(_sequence(outputs), grad_outputs)
-    wanted = _sequence(inputs)
+    locals_, seeds = _roots_and_seeds(_as_list(outputs), grad_outputs)
+    wanted = _as_list(inputs)
     # The order does not matter: it may be that of a set, which differs by rank.
-    record("autograd.grad", *sorted(_global(wanted), key=lambda x: x._serial))
+    record("autograd.grad", *sorted(_global_tensors_in(wanted), key=lambda x: x._serial))
     if not locals_:
         return tuple(
-            GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _outside(x) else None
+            GlobalTensor.wrap(torch.zeros_like(x._local), x._spec) if _is_nonmember(x) else None
             for x in wanted
         )
     with parameter_gather.immediate(True), in_this_thread():
@@ -208,18 +210,18 @@ def grad(
                 locals_, [local_of(i) for i in wanted], seeds, retain_graph, create_graph, **options
             )
         except RuntimeError as error:
-            if (same_on_all_ranks := _written_into(error)) is not None:
+            if (same_on_all_ranks := _saved_tensor_error(error)) is not None:
                 raise same_on_all_ranks from None
             raise
     with torch.set_grad_enabled(create_graph):
         return tuple(_in_input_sbp(x, g) for x, g in zip(wanted, found, strict=True))
 
 
-def _global(tensors: Sequence[Any]) -> list[GlobalTensor]:
+def _global_tensors_in(tensors: Sequence[Any]) -> list[GlobalTensor]:
     return [t for t in tensors if isinstance(t, GlobalTensor)]
 
 
-def _batched(
+def _run_batched(
     outputs: Any,
     inputs: Any,
     grads: list[Any],

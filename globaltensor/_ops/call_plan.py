@@ -116,7 +116,10 @@ def as_on_one_device(
     try:
         with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
             these = iter(
-                [_whole(t, part) for t, part in zip(tensors, locals_ or tensors, strict=True)]
+                [
+                    _full_or_zeros(t, part)
+                    for t, part in zip(tensors, locals_ or tensors, strict=True)
+                ]
             )
             warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
@@ -130,7 +133,7 @@ def _may_be_index(t: torch.Tensor) -> bool:
     return not (t.dtype.is_floating_point or t.dtype.is_complex or t.dtype is torch.bool)
 
 
-def _whole(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+def _full_or_zeros(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     """Return a copy of an operand if this rank has its full value, else zeros of its shape."""
     here = part._stored if isinstance(part, GlobalTensor) else part
     partial = isinstance(t, GlobalTensor) and any(e.is_partial for e in t._spec.layout)
@@ -271,12 +274,12 @@ def has_default_dtype(found: CallPlan, args: tuple[Any, ...], kwargs: dict[str, 
 
     This is so if a result has a floating or complex dtype and no operand has one."""
     outs = getattr(found, "outs", None) or [found.out]
-    return any(o is not None and _broken(o.dtype) for o in outs) and not any(
-        _broken(t.dtype) for t in tensors_in(kwargs, tensors_in(args, []))
+    return any(o is not None and _is_inexact(o.dtype) for o in outs) and not any(
+        _is_inexact(t.dtype) for t in tensors_in(kwargs, tensors_in(args, []))
     )
 
 
-def _broken(dtype: torch.dtype) -> bool:
+def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 

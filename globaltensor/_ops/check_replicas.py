@@ -60,7 +60,7 @@ def check_replicas(
     if this_world.size == 1:
         return
     own_digests = {}
-    for name, tensor in _named(targets):
+    for name, tensor in _named_tensors(targets):
         if isinstance(tensor, GlobalTensor):
             group = replica_ranks(tensor._spec, this_world.rank)
             if len(group) > 1:
@@ -75,7 +75,7 @@ def check_replicas(
         for group in dict.fromkeys(held[name][0] for held in everyone if name in held):
             digests = {r: everyone[r][name][1] for r in group if name in everyone[r]}
             if len(set(digests.values())) > 1 or len(digests) < len(group):
-                wrong.append(f"  {name}: {_grouped(digests, group)}\n")
+                wrong.append(f"  {name}: {_format_groups(digests, group)}\n")
     if wrong:
         more = f"  and {len(wrong) - _SHOWN} more\n" if len(wrong) > _SHOWN else ""
         raise DivergenceError(
@@ -88,7 +88,7 @@ def check_replicas(
         )
 
 
-def _grouped(digests: dict[int, str], group: Iterable[int]) -> str:
+def _format_groups(digests: dict[int, str], group: Iterable[int]) -> str:
     held: dict[str, list[int]] = {}
     for r in group:
         held.setdefault(digests.get(r, "no such tensor"), []).append(r)
@@ -98,11 +98,11 @@ def _grouped(digests: dict[int, str], group: Iterable[int]) -> str:
     )
 
 
-def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
+def _named_tensors(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield each tensor of the targets once, with a name."""
     seen: set[int] = set()
     for i, target in enumerate(targets):
-        for name, tensor in _tensors(target, f"argument {i}"):
+        for name, tensor in _tensors_of(target, f"argument {i}"):
             if (
                 id(tensor) not in seen
                 and not torch_private.is_fake(tensor)
@@ -114,7 +114,7 @@ def _named(targets: Iterable[Any]) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, tensor
 
 
-def _tensors(target: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors_of(target: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(target, torch.Tensor):
         yield name, target
     elif isinstance(target, torch.nn.Module):
@@ -128,4 +128,4 @@ def _tensors(target: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
                         yield f"state {key} of parameter {p} in group {g}", value
     else:
         for k, inner in target.items() if isinstance(target, dict) else enumerate(target):
-            yield from _tensors(inner, f"{name}.{k}")
+            yield from _tensors_of(inner, f"{name}.{k}")

@@ -54,7 +54,7 @@ Make = Callable[[Spec, tuple[Any, ...], dict[str, Any]], Tensor]
 # ------------------------------------------------------------------------------------ local tensors
 
 
-def _constant(value: Callable[..., Tensor]) -> Make:
+def _constant_maker(value: Callable[..., Tensor]) -> Make:
     """Return a maker whose local tensor is made like the global one.
 
     It calls ``value(shape, args, kwargs, dtype=, device=)`` with the call's arguments."""
@@ -87,7 +87,7 @@ def _full(
     return torch.full(shape, _argument(args, kwargs, 1, "fill_value"), **options)
 
 
-def _whole(name: str) -> Make:
+def _sliced_maker(name: str) -> Make:
     """Return a maker that computes the global tensor on every rank and keeps the rank's shard."""
 
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -122,7 +122,7 @@ def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
         or not all(type(a) is int for a in numbers)
         or spec.placement.coordinate(rank) is None
     ):
-        return _whole("arange")(spec, args, kwargs)
+        return _sliced_maker("arange")(spec, args, kwargs)
     if "end" in kwargs:
         start, step = _argument(args, kwargs, 0, "start", 0), _argument(args, kwargs, 2, "step", 1)
     else:
@@ -144,14 +144,14 @@ def _arange(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor
     )
 
 
-def _filled(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Make:
+def _random_maker(fill: Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]) -> Make:
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         return fill_local(spec, fill(args, kwargs), kwargs.get("generator"))
 
     return make
 
 
-def _bounds(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RandomFill:
+def _randint_fill(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RandomFill:
     """Return the fill of randint(high, size) or randint(low, high, size).
 
     The size is the last positional argument."""
@@ -196,14 +196,14 @@ _WINDOWS: Final = (
 )
 #: name -> function that makes a rank's local tensor
 MAKE: Final[dict[str, Make]] = {
-    "ones": _constant(lambda shape, a, k, **o: torch.ones(shape, **o)),
-    "zeros": _constant(lambda shape, a, k, **o: torch.zeros(shape, **o)),
-    "empty": _constant(lambda shape, a, k, **o: torch.empty(shape, **o)),
-    "full": _constant(_full),
+    "ones": _constant_maker(lambda shape, a, k, **o: torch.ones(shape, **o)),
+    "zeros": _constant_maker(lambda shape, a, k, **o: torch.zeros(shape, **o)),
+    "empty": _constant_maker(lambda shape, a, k, **o: torch.empty(shape, **o)),
+    "full": _constant_maker(_full),
     "eye": _eye,
     "arange": _arange,
     **{
-        name: _whole(name)
+        name: _sliced_maker(name)
         for name in (
             "linspace",
             "logspace",
@@ -215,9 +215,9 @@ MAKE: Final[dict[str, Make]] = {
             *_WINDOWS,
         )
     },
-    "rand": _filled(lambda a, k: RandomFill("uniform_", (0.0, 1.0))),
-    "randn": _filled(lambda a, k: RandomFill("normal_", (0.0, 1.0))),
-    "randint": _filled(_bounds),
+    "rand": _random_maker(lambda a, k: RandomFill("uniform_", (0.0, 1.0))),
+    "randn": _random_maker(lambda a, k: RandomFill("normal_", (0.0, 1.0))),
+    "randint": _random_maker(_randint_fill),
     "normal": _normal,
     "randperm": _randperm,
 }
@@ -251,7 +251,7 @@ def check_whole(name: str, placement: object, sbp: object, kwargs: dict[str, Any
         )
 
 
-def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
+def _has_layout(out: Any, placement: Any, sbp: Any) -> bool:
     """Return True if ``placement`` and ``sbp`` are those that the tensor ``out`` has already."""
     return (
         isinstance(out, GlobalTensor)
@@ -261,7 +261,7 @@ def _lies_so(out: Any, placement: Any, sbp: Any) -> bool:
     )
 
 
-def _numbers(value: Any) -> Any:
+def _replace_by_numbers(value: Any) -> Any:
     """Replace global tensors, which represent numbers in these arguments, by their values.
 
     Returns the same pytree. Collective."""
@@ -273,7 +273,7 @@ def _numbers(value: Any) -> Any:
     )
 
 
-def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _run_on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Run torch's own function on the meta device.
 
     It checks the arguments and infers shape and dtype."""
@@ -286,7 +286,7 @@ def _described(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tens
     )  # type: ignore[no-any-return]
 
 
-def _wrapped(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
+def _wrap_created(local: Tensor, spec: Spec, requires_grad: bool) -> GlobalTensor:
     out = GlobalTensor.wrap(local, spec)
     out._pinned = True
     if requires_grad:
@@ -299,9 +299,9 @@ def _create(
 ) -> GlobalTensor:
     check_whole(name, placement, sbp, kwargs)
     if name not in (*_OF_DATA, "normal"):
-        args, kwargs = _numbers(args), _numbers(kwargs)
+        args, kwargs = _replace_by_numbers(args), _replace_by_numbers(kwargs)
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "out") and v is not None}
-    meta = _sized(name, args, kwargs)
+    meta = _meta_result(name, args, kwargs)
     if meta.layout is not torch.strided:
         raise SbpError(
             f"{name} got layout={meta.layout}: a global tensor is dense; leave out layout"
@@ -309,20 +309,20 @@ def _create(
     spec = Spec.make(meta.shape, meta.dtype, placement, sbp)
     grad, pinned = kwargs.pop("requires_grad", False), kwargs.pop("pin_memory", False)
     local = MAKE[name](spec, args, kwargs)
-    out = _wrapped(local.pin_memory() if pinned else local, spec, grad)
+    out = _wrap_created(local.pin_memory() if pinned else local, spec, grad)
     record(f"{name} {argument_text((args, kwargs))}", out)
     return out
 
 
-def _sized(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+def _meta_result(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Return a meta tensor with the result's shape and dtype."""
     if name == "normal" and any(isinstance(a, Tensor) for a in (*args, *kwargs.values())):
         mean, std = _argument(args, kwargs, 0, "mean"), _argument(args, kwargs, 1, "std", 1.0)
         return torch.normal(*(a.to("meta") if isinstance(a, Tensor) else a for a in (mean, std)))
-    return _described(name, args, kwargs)
+    return _run_on_meta(name, args, kwargs)
 
 
-def _of_global(
+def _create_from_global(
     name: str,
     data: GlobalTensor,
     dtype: Any = None,
@@ -336,7 +336,7 @@ def _of_global(
 
     ``tensor`` returns a copy that is a leaf. ``as_tensor`` returns the tensor itself if nothing
     changes. Both keep the placement and sbp of ``data`` unless others are passed."""
-    placement, _ = _placed(name, data, where["placement"], {"device": device})
+    placement, _ = _placement_like(name, data, where["placement"], {"device": device})
     x = to_global(data.detach().clone() if name == "tensor" else data, placement, where["sbp"])
     if not isinstance(dtype, (torch.dtype, type(None))):
         raise TypeError(
@@ -357,14 +357,14 @@ def _creator(name: str) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         if name in _OF_DATA and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
-            return _of_global(name, *args, placement=placement, sbp=sbp, **kwargs)
+            return _create_from_global(name, *args, placement=placement, sbp=sbp, **kwargs)
         if placement is None and sbp is None:
             placement, sbp = GLOBALLY.get()
             if placement is None or kwargs.get("out") is not None:
                 return plain(*args, **kwargs)
-            if _same_type(kwargs.get("device"), placement):
+            if _device_type_matches(kwargs.get("device"), placement):
                 kwargs.pop("device", None)
-        elif _lies_so(kwargs.get("out"), placement, sbp):
+        elif _has_layout(kwargs.get("out"), placement, sbp):
             return plain(*args, **kwargs)
         return make(*args, placement=placement, sbp=sbp, **kwargs)
 
@@ -420,7 +420,7 @@ LIKES: Final = (
 )
 
 
-def _like(
+def _create_like(
     name: str,
     x: Tensor,
     args: tuple[Any, ...],
@@ -439,7 +439,7 @@ def _like(
             # Ops produce partial maxima and norms. Other values cannot all be of that kind.
             if any(e.is_partial and e is not partial_sum for e in layout):
                 layout = tuple([broadcast if e.is_partial else e for e in layout])
-        placement, kwargs = _placed(name, x, placement, kwargs)
+        placement, kwargs = _placement_like(name, x, placement, kwargs)
     check_whole(name, placement, layout, kwargs)
     kwargs = {k: v for k, v in kwargs.items() if v is not None}
     spec, grad = (
@@ -465,19 +465,19 @@ def _like(
     else:
         sizes = (tuple(spec.shape),) if base == "full" else ()
         local = MAKE[base](spec, (*sizes, *args), factory_kwargs)
-    out = _wrapped(local, spec, grad)
+    out = _wrap_created(local, spec, grad)
     record(f"{name} {argument_text((args, factory_kwargs))}", out)
     return out
 
 
-def _same_type(device: Any, placement: Placement) -> bool:
+def _device_type_matches(device: Any, placement: Placement) -> bool:
     """Return True if ``device`` agrees with the placement's device type, or is None.
 
     Models pass ``device=x.device`` on, which does not conflict with a placement of that type."""
     return device is None or torch.device(device).type == placement.type
 
 
-def _placed(
+def _placement_like(
     name: str, x: GlobalTensor, placement: Placement | None, kwargs: dict[str, Any]
 ) -> tuple[Placement, dict[str, Any]]:
     """Return the placement of a tensor made like ``x``, and the other arguments.
@@ -491,7 +491,7 @@ def _placed(
             if device is None
             else x._spec.placement.with_type(device_type(device))
         )
-    if not _same_type(device, placement):
+    if not _device_type_matches(device, placement):
         raise PlacementError(
             f"{name} got device={device!r} and {placement!r}: the placement already sets the "
             f"devices; leave out device"
@@ -515,7 +515,7 @@ def _like_creator(name: str) -> Callable[..., Any]:
 
     @functools.partial(visible, name=name, alone=plain)
     def make(x: Tensor, *args: Any, placement: Any, sbp: Any, **kwargs: Any) -> Any:
-        return _like(name, x, args, kwargs, placement, sbp)
+        return _create_like(name, x, args, kwargs, placement, sbp)
 
     create.__name__ = create.__qualname__ = name
     create.__doc__ = (
@@ -536,18 +536,20 @@ zeros_like = _like_creator("zeros_like")
 NEW: Final = ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros")
 
 
-def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GlobalTensor:
+def _create_new(
+    name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> GlobalTensor:
     """Create a tensor for ``x.new_ones(...)``.
 
     It has the placement and dtype of ``x``, and is broadcast, unless others are passed.
 
     If ``x`` is plain, global tensors among the arguments are sizes."""
     if not isinstance(x, GlobalTensor):
-        return getattr(x, name)(*_numbers(args), **_numbers(kwargs))  # type: ignore[no-any-return]
+        return getattr(x, name)(*_replace_by_numbers(args), **_replace_by_numbers(kwargs))  # type: ignore[no-any-return]
     kwargs = dict(kwargs)
-    placement, kwargs = _placed(name, x, kwargs.pop("placement", None), kwargs)
+    placement, kwargs = _placement_like(name, x, kwargs.pop("placement", None), kwargs)
     if name == "new_tensor" and isinstance(args[0] if args else kwargs.get("data"), GlobalTensor):
-        return _of_global(
+        return _create_from_global(
             "tensor", *args, **{"dtype": x._spec.dtype, "sbp": None, **kwargs}, placement=placement
         )
     sbp = kwargs.pop("sbp", None) or [broadcast] * placement.axes
@@ -559,7 +561,7 @@ def _new(name: str, x: GlobalTensor, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _method(name: str) -> Callable[..., Any]:
     def new(self: GlobalTensor, *args: Any, **kwargs: Any) -> GlobalTensor:
-        return _new(name, self, args, kwargs)
+        return _create_new(name, self, args, kwargs)
 
     new = visible(new, name)
     new.__doc__ = (
@@ -574,14 +576,14 @@ for _name in NEW:
     setattr(GlobalTensor, _name, _method(_name))
 
 
-def _out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _create_into_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a creation function with a global ``out=``, as in ``torch.eye(n, out=x)``.
 
     The values are written in the layout of ``x``. Without ``out`` the sizes are global tensors, as
     in ``torch.zeros(n, 3)``."""
     target = kwargs.get("out")
     if target is None:
-        return func(*_numbers(args), **_numbers(kwargs))
+        return func(*_replace_by_numbers(args), **_replace_by_numbers(kwargs))
     kwargs = {k: v for k, v in kwargs.items() if k not in ("out", "device", "requires_grad")}
     value = _create(
         func.__name__,
@@ -640,12 +642,12 @@ register_handlers(
 register_handlers(
     {
         **{
-            getattr(torch, n): _out
+            getattr(torch, n): _create_into_out
             for n in MAKE
             if n not in (*_OF_DATA, "normal", "linspace", "logspace")
         },
-        **{getattr(torch, n): _handler(_like, n) for n in LIKES},
-        **{getattr(Tensor, n): _handler(_new, n) for n in NEW},
+        **{getattr(torch, n): _handler(_create_like, n) for n in LIKES},
+        **{getattr(Tensor, n): _handler(_create_new, n) for n in NEW},
         **dict.fromkeys((Tensor.fill_, torch.fill_, Tensor.zero_, torch.zero_), _fill),
     },
     "creation",

@@ -160,19 +160,21 @@ def dispatch(
             key.append(a)
         elif a is None or t is torch.dtype or t is str:
             key.append(a)
-        elif t is list and func not in _SCALARS:  # the result of `_key`, without the cost of a call
+        elif (
+            t is list and func not in _SCALARS
+        ):  # the result of `_argument_key`, without the cost of a call
             entries: list[Any] = [list]  # a loop: until Python 3.12 a comprehension is a call
             for v in a:
-                entries.append(v._spec if type(v) in ORDINARY else _key(v, False))
+                entries.append(v._spec if type(v) in ORDINARY else _argument_key(v, False))
             key.append(tuple(entries))
         elif (t is tuple or t is _Size) and _NUMBERS.issuperset(types_ := tuple(map(type, a))):
             key.append(a)
             key.append(types_)
         else:
-            key.append(_key(a, free := func in _SCALARS))
+            key.append(_argument_key(a, free := func in _SCALARS))
             if free:
                 number = (number, _numbers_in(a))
-            # `_key` has materialized it: a deferred mean is an ordinary tensor now.
+            # `_argument_key` has materialized it: a deferred mean is an ordinary tensor now.
             if t is not list and type(a) in ORDINARY:
                 a = a._local
         values.append(a)
@@ -186,7 +188,7 @@ def dispatch(
             elif a is None or type(a) is bool:
                 key.append(a)
             else:
-                key.append(described := _key(a, free := func in _SCALARS))
+                key.append(described := _argument_key(a, free := func in _SCALARS))
                 if free:
                     number = (number, _numbers_in(a))
                 if type(described) is Spec or type(a) is RemoteView:
@@ -230,7 +232,7 @@ def dispatch(
                 return plan.run(func, args, kwargs or {})
             results = plan.run(func, args, kwargs or {})
             if type(results) is not SlottedGlobalTensor:
-                return _identified(results, serial)
+                return _assign_serials(results, serial)
             if not results._serial:
                 results._serial = serial
             return results
@@ -280,7 +282,7 @@ def _serials_in(args: tuple[Any, ...], kwargs: dict[str, Any] | None, places: in
     return [t._serial for t in tensors if isinstance(t, GlobalTensor)]
 
 
-def _identified(results: Any, serial: int) -> Any:
+def _assign_serials(results: Any, serial: int) -> Any:
     """Give the new tensors among a call's results their serials, and return the results."""
     # isinstance with a class of tensors is slow: it is the last test
     if type(results) is tuple or type(results) is list or isinstance(results, (tuple, list)):
@@ -381,7 +383,7 @@ def _plan_and_cache(
             args,
             kwargs,
             tensors,
-            _text(func, key, kwargs),
+            _call_text(func, key, kwargs),
             isinstance(func, FunctionType),
         )
     if hashable:
@@ -450,7 +452,7 @@ def _unsorted_number_names(func: Any, kwargs: Mapping[str, Any]) -> tuple[str, .
     return () if names == sorted(names) else tuple(names)
 
 
-def _text(func: Any, key: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+def _call_text(func: Any, key: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
     """Return a call as reports show it, the same on every rank: ``mul(f32[4, 3] S(0), float)``.
 
     Ranks may pass arguments by name in any order."""
@@ -464,12 +466,12 @@ def _text(func: Any, key: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
         for v, after in zip(key[1:], [*key[2:], None], strict=True)
         if not (isinstance(v, type) and type(after) is v)
     ]
-    return f"{name_of(func)}({', '.join(map(_spelled, arguments))})"
+    return f"{name_of(func)}({', '.join(map(_argument_text, arguments))})"
 
 
-def _spelled(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(map(_spelled, value))}]"
+        return f"[{', '.join(map(_argument_text, value))}]"
     if isinstance(value, type):
         return value.__name__
     known = (
@@ -506,7 +508,7 @@ for _class in (GlobalTensor, SlottedGlobalTensor):
     _class.__torch_function__ = staticmethod(dispatch)  # type: ignore[assignment]
 
 
-def _key(a: Any, free: bool) -> Any:
+def _argument_key(a: Any, free: bool) -> Any:
     """Return a hashable key of an argument: the properties that may matter to the plan."""
     t = type(a)
     if t is slice:
@@ -516,11 +518,16 @@ def _key(a: Any, free: bool) -> Any:
         if any(isinstance(n, torch.Tensor) for n in (start, stop, step)):
             # its value decides the result's shape: no key, so the call is planned each time
             return []
-        return (slice, _key(start, free), _key(stop, free), _key(step, free))
+        return (
+            slice,
+            _argument_key(start, free),
+            _argument_key(stop, free),
+            _argument_key(step, free),
+        )
     if t is float or t is int or t is complex:
         return t if free else (t, a)
     if t is tuple or t is list or t is torch.Size:
-        return (t, *[v._spec if type(v) in ORDINARY else _key(v, free) for v in a])
+        return (t, *[v._spec if type(v) in ORDINARY else _argument_key(v, free) for v in a])
     if a is None or a is Ellipsis:
         return a
     if isinstance(a, GlobalTensor):
@@ -534,5 +541,5 @@ def _key(a: Any, free: bool) -> Any:
         except RuntimeError:
             return []
     if t is dict:
-        return (dict, *[(k, _key(v, free)) for k, v in a.items()])
+        return (dict, *[(k, _argument_key(v, free)) for k, v in a.items()])
     return a if t in OWN_TYPES else key_of_other(a)

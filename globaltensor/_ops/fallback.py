@@ -209,11 +209,11 @@ def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         )
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
-            _put(target, value)
+            _copy_to_out(target, value)
     return replaced(result, iter(targets))
 
 
-def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+def _copy_to_out(target: torch.Tensor, value: torch.Tensor) -> None:
     """Copy a result into a tensor passed as ``out``, resized to the result as in PyTorch."""
     if target.shape != value.shape:
         if target.numel():
@@ -253,7 +253,7 @@ def check_target(target: Any) -> None:
                 f"the name of an operator of your own as 'space::name'"
             )
     elif isinstance(target, type) or (
-        isinstance(target, types.FunctionType) and not _asks_classes(target)
+        isinstance(target, types.FunctionType) and not _checks_overrides(target)
     ):
         raise GlobalTensorError(
             f"rule: {target.__module__}.{target.__qualname__} is written in Python and runs on "
@@ -263,7 +263,7 @@ def check_target(target: Any) -> None:
         )
 
 
-def _asks_classes(function: Any) -> bool:
+def _checks_overrides(function: Any) -> bool:
     """Return True if a Python function checks its tensors for ``__torch_function__`` overrides."""
     while function is not None:
         if (getattr(function, "__module__", None) or "").startswith("torch") or function in SEEN:

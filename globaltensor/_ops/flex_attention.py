@@ -23,7 +23,7 @@ from .local_map import local_map
 __all__ = ["install"]
 
 
-def _around(
+def _attend_global_tensors(
     original: Callable[..., Any],
     query: Any,
     key: Any,
@@ -38,23 +38,27 @@ def _around(
         return original(query, key, value, score_mod, block_mask, *args, **kwargs)
     where = global_inputs[0].placement
     layout = [
-        e if _divides(e, global_inputs[0], query.shape, key.shape) else broadcast
+        e if _can_split(e, global_inputs[0], query.shape, key.shape) else broadcast
         for e in global_inputs[0].sbp
     ]
     spec = Spec.make(query.shape, query.dtype, where, layout)
     inside = where.coordinate(world().rank) is not None
     first, length = (tuple(x[:2]) for x in spec.box(world().rank)) if inside else ((0, 0), (0, 0))
-    masks = block_mask if block_mask is None or not inside else _cut(block_mask, first, length)
+    masks = (
+        block_mask
+        if block_mask is None or not inside
+        else _local_block_mask(block_mask, first, length)
+    )
 
     def parts(q: Any, k: Any, v: Any) -> Any:
-        return original(q, k, v, _shifted(score_mod, first, 1), masks, *args, **kwargs)
+        return original(q, k, v, _shift_indices(score_mod, first, 1), masks, *args, **kwargs)
 
     return local_map(parts, layout if where.axes > 1 else layout[0], [layout] * 3, placement=where)(
         query, key, value
     )
 
 
-def _divides(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
+def _can_split(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
     """Return True if an axis may split batch entries or heads.
 
     Each rank must have some, and as many of the queries as it has keys for."""
@@ -69,7 +73,7 @@ def _divides(entry: Sbp, x: GlobalTensor, queries: Any, keys: Any) -> bool:
     return mine >= parts if mine == theirs else bool(theirs) and mine % parts == theirs % parts == 0  # type: ignore[no-any-return]
 
 
-def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
+def _shift_indices(function: Any, first: tuple[int, ...], at: int) -> Any:
     """Shift the batch and head indices that a function receives to those of this rank.
 
     They are its arguments ``at`` and ``at + 1``."""
@@ -79,7 +83,7 @@ def _shifted(function: Any, first: tuple[int, ...], at: int) -> Any:
     return lambda *given: function(*given[:at], given[at] + b, given[at + 1] + h, *given[at + 2 :])
 
 
-def _cut(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
+def _local_block_mask(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
     """Return the block mask of this rank's batch entries and heads. A dim of size 1 covers all."""
     wide = mask.kv_num_blocks.shape[:2]
     rows = tuple(
@@ -87,11 +91,11 @@ def _cut(mask: Any, first: tuple[int, ...], length: tuple[int, ...]) -> Any:
         for n, a, m in zip(wide, first, length, strict=True)
     )
     found = copy.copy(mask) if all(row == slice(None) for row in rows) else mask[rows]
-    found.mask_mod = _shifted(mask.mask_mod, first, 0)
+    found.mask_mod = _shift_indices(mask.mask_mod, first, 0)
     return found
 
 
-def _refused(*given: Any) -> None:
+def _refuse_global_tensors(*given: Any) -> None:
     if any(isinstance(t, GlobalTensor) for t in given):
         raise KernelError(
             "flex_attention was imported before globaltensor and cannot see global tensors: "
@@ -101,7 +105,7 @@ def _refused(*given: Any) -> None:
 
 def install() -> None:
     """Make torch's flex_attention accept global tensors."""
-    torch_private.wrap_flex_attention(_around, _refused)
+    torch_private.wrap_flex_attention(_attend_global_tensors, _refuse_global_tensors)
 
 
 install()

@@ -37,7 +37,7 @@ __all__ = ["foreach", "foreach_norm"]
 KERNELS = torch_private.list_functions()
 
 
-def _lists(args: Sequence[Any]) -> list[Sequence[Any]]:
+def _tensor_lists(args: Sequence[Any]) -> list[Sequence[Any]]:
     return [
         a for a in args if isinstance(a, (list, tuple)) and a and isinstance(a[0], torch.Tensor)
     ]
@@ -51,10 +51,10 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = name_of(func)
     writes = name.endswith("_")
     if kwargs:
-        args, kwargs = _positional(func, args, kwargs)
-    lists = _lists((*args, *kwargs.values()) if kwargs else args)
+        args, kwargs = _move_lists_to_positions(func, args, kwargs)
+    lists = _tensor_lists((*args, *kwargs.values()) if kwargs else args)
     first = lists[0]
-    _record(name, args, kwargs, first)
+    _record_call(name, args, kwargs, first)
     for other in lists:
         if len(other) != len(first):
             raise RuntimeError(
@@ -62,14 +62,14 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"{len(other)}"
             )
     if writes:
-        if any(_apart(name, t) for t in first):
-            return _one_by_one(func, args, kwargs, first)
-        _writable(name, first)
+        if any(_must_stay_partial(name, t) for t in first):
+            return _run_partials_singly(func, args, kwargs, first)
+        _box_partial_targets(name, first)
     # A single number for all tensors, such as a clipping factor.
     factor = next((a for a in (*args, *kwargs.values()) if isinstance(a, GlobalTensor)), None)
     specs = [_column_spec(name, column, factor, writes) for column in zip(*lists, strict=True)]
-    if writes and (elsewhere := _elsewhere(func, args, kwargs, specs)):
-        return _into_copies(func, args, kwargs, elsewhere, specs)
+    if writes and (elsewhere := _misplaced_targets(func, args, kwargs, specs)):
+        return _run_on_copies(func, args, kwargs, elsewhere, specs)
     rank = world().rank
     own_indices = [
         i for i, s in enumerate(specs) if s is None or s.placement.coordinate(rank) is not None
@@ -83,7 +83,7 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             and a
             and isinstance(a[0], torch.Tensor)
         ):
-            parts = [_part(t, s, name) for t, s in zip(a, specs, strict=True)]
+            parts = [_local_operand(t, s, name) for t, s in zip(a, specs, strict=True)]
             return parts if len(own_indices) == len(parts) else [parts[i] for i in own_indices]
         if isinstance(a, GlobalTensor):
             copies = [
@@ -113,12 +113,12 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if isinstance(t, GlobalTensor) and t._memory is not None:
                 finish_inplace(t)
         return first
-    out = _wrapped(result, own_indices, specs)
+    out = _wrap_results(result, own_indices, specs)
     identify_results([t for t in tensors_in(out, []) if isinstance(t, GlobalTensor)])
     return out
 
 
-def _record(
+def _record_call(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
 ) -> None:
     """Add the call to this rank's history.
@@ -126,14 +126,14 @@ def _record(
     The entry has the call's numbers, the tensor count, the first global tensor's layout, and the
     tensors' serials."""
     others = [*args, *[kwargs[k] for k in sorted(kwargs)]]
-    tensors = [t for a in (first, *_lists(others)) for t in a if isinstance(t, GlobalTensor)]
+    tensors = [t for a in (first, *_tensor_lists(others)) for t in a if isinstance(t, GlobalTensor)]
     tensors += [a for a in others if isinstance(a, GlobalTensor)]  # one factor for all
     if tensors:
-        numbers = [a for a in others if not _lists([a])]
+        numbers = [a for a in others if not _tensor_lists([a])]
         record_together(f"{name} {len(first)} {argument_text(numbers)}", tensors)
 
 
-def _positional(
+def _move_lists_to_positions(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Move lists that were passed by name to their positions."""
@@ -144,7 +144,7 @@ def _positional(
     return args, kwargs
 
 
-def _elsewhere(
+def _misplaced_targets(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], specs: Sequence[Spec | None]
 ) -> list[tuple[int, int]]:
     """Return (list, element) of each written tensor whose layout differs from its column's.
@@ -165,7 +165,7 @@ def _elsewhere(
     return mismatched
 
 
-def _into_copies(
+def _run_on_copies(
     func: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -192,7 +192,7 @@ def _into_copies(
     return args[0]
 
 
-def _apart(name: str, t: torch.Tensor) -> bool:
+def _must_stay_partial(name: str, t: torch.Tensor) -> bool:
     """Return True if a target is partial and has to stay so.
 
     This is so if the user chose its sbp, if another tensor shares its partial values, or if it is a
@@ -215,7 +215,7 @@ def _apart(name: str, t: torch.Tensor) -> bool:
 NAMES = {"scalars": "value", "weights": "weight", "tensors1": "end"}
 
 
-def _one_by_one(
+def _run_partials_singly(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: Sequence[torch.Tensor]
 ) -> Any:
     """Run the kernel where some targets have to stay partial.
@@ -226,7 +226,7 @@ def _one_by_one(
     method = getattr(torch.Tensor, name, None)
     # for the few functions that have no in-place method
     ordinary = getattr(torch, name.removesuffix("_"), None)
-    alone = [i for i, t in enumerate(first) if _apart(name_of(func), t)]
+    alone = [i for i, t in enumerate(first) if _must_stay_partial(name_of(func), t)]
     together = [i for i in range(len(first)) if i not in alone]
     if name in ("addcmul_", "addcdiv_") and len(args) > 3:
         args, kwargs = args[:3], {**kwargs, "value": args[3]}
@@ -255,7 +255,7 @@ def _one_by_one(
     return first
 
 
-def _writable(name: str, targets: Sequence[torch.Tensor]) -> None:
+def _box_partial_targets(name: str, targets: Sequence[torch.Tensor]) -> None:
     """Box partial targets that cannot be written as they are, as before any other in-place op.
 
     Raises InplaceError if a target cannot be boxed."""
@@ -313,7 +313,7 @@ def _broadcast(column: Sequence[torch.Tensor], spec: Spec, writes: bool) -> Spec
     )
 
 
-def _aligned(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
+def _aligned_layout(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
     """Return the layout in which an operand's local tensors broadcast against those of ``spec``."""
     if shape == spec.shape:
         return spec.layout
@@ -328,14 +328,14 @@ def _aligned(shape: torch.Size, spec: Spec) -> Sequence[Sbp]:
     ]
 
 
-def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
+def _local_operand(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     if isinstance(t, GlobalTensor):
         if spec is None or t._spec is spec:
             return t._local
         return box(
             t._local,
             t._spec,
-            t._spec.replace(placement=spec.placement, layout=_aligned(t.shape, spec)),
+            t._spec.replace(placement=spec.placement, layout=_aligned_layout(t.shape, spec)),
             why=name,
         )
     if spec is None or t.dim() == 0:  # a step counter
@@ -344,14 +344,14 @@ def _part(t: torch.Tensor, spec: Spec | None, name: str) -> torch.Tensor:
     return box(
         promote_plain_tensor(t, whole, f"an operand of {name}"),
         whole,
-        whole.replace(layout=_aligned(t.shape, spec)),
+        whole.replace(layout=_aligned_layout(t.shape, spec)),
         why=name,
     )
 
 
-def _wrapped(result: Any, own_indices: list[int], specs: Sequence[Spec | None]) -> Any:
+def _wrap_results(result: Any, own_indices: list[int], specs: Sequence[Spec | None]) -> Any:
     if isinstance(result, (list, tuple)) and result and isinstance(result[0], (list, tuple)):
-        return tuple(_wrapped(r, own_indices, specs) for r in result)
+        return tuple(_wrap_results(r, own_indices, specs) for r in result)
     local_results = dict(zip(own_indices, result, strict=True))
     dtype = next(iter(local_results.values())).dtype if local_results else None
     out = []
@@ -379,7 +379,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     ):
         dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
         return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
-    _record("_foreach_norm", (tensors, order, *args[2:]), kwargs, tensors)
+    _record_call("_foreach_norm", (tensors, order, *args[2:]), kwargs, tensors)
     kind = (
         partial_max
         if order == math.inf
@@ -393,7 +393,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     ]
     rank = world().rank
     own_indices = [i for i, s in enumerate(specs) if s.placement.coordinate(rank) is not None]
-    parts = [_part(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
+    parts = [_local_operand(t, s, "_foreach_norm") for t, s in zip(tensors, specs, strict=True)]
     # torch has no largest element of an empty tensor: use the neutral element for an empty shard
     if math.isinf(order):
         parts = [
@@ -409,7 +409,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         if own_indices
         else {}
     )
-    everyone = _together([s.placement for s in specs])
+    everyone = _joint_placement([s.placement for s in specs])
     out = []
     for i, spec in enumerate(specs):
         if everyone is not None:
@@ -428,7 +428,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
     return out
 
 
-def _together(placements: Sequence[Placement]) -> Placement | None:
+def _joint_placement(placements: Sequence[Placement]) -> Placement | None:
     """Return a placement of all ranks if there are several placements, as in pipeline stages.
 
     Returns None if there is one."""
@@ -474,7 +474,7 @@ SINGLY: dict[str, Callable[..., torch.Tensor]] = {
 
 def singly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...]:
     """Apply the function of `SINGLY` to each tensor separately."""
-    lists = _lists(args)
+    lists = _tensor_lists(args)
     return tuple(
         SINGLY[name_of(func)](*column, *args[len(lists) :], **kwargs)
         for column in zip(*lists, strict=True)

@@ -29,14 +29,16 @@ __all__ = [
 ]  # fmt: skip
 
 
-class _Kind(type(torch.Tensor)):  # type: ignore[misc]
+class _TensorMeta(type(torch.Tensor)):  # type: ignore[misc]
     """A metaclass of `Tensor` and the typed constructors.
 
     Their calls may create global tensors. As classes they equal torch's own (``_of``)."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         return (
-            _made(cls, *args, **kwargs) if "_of" in vars(cls) else super().__call__(*args, **kwargs)
+            _construct(cls, *args, **kwargs)
+            if "_of" in vars(cls)
+            else super().__call__(*args, **kwargs)
         )
 
     def __instancecheck__(cls, instance: Any) -> bool:
@@ -60,7 +62,7 @@ class _Kind(type(torch.Tensor)):  # type: ignore[misc]
         return hash(cls._of) if "_of" in vars(cls) else super().__hash__()
 
 
-class Tensor(torch.Tensor, metaclass=_Kind):
+class Tensor(torch.Tensor, metaclass=_TensorMeta):
     """A ``torch.Tensor`` whose call also accepts ``placement`` and ``sbp``.
 
     An example is ``flow.Tensor(2, 3, placement=p, sbp=s)``. The arguments are sizes, or data that
@@ -69,33 +71,39 @@ class Tensor(torch.Tensor, metaclass=_Kind):
     _of = torch.Tensor
 
 
-def _typed(dtype: torch.dtype, name: str) -> Any:
+def _typed_constructor(dtype: torch.dtype, name: str) -> Any:
     """Create a typed constructor such as ``flow.FloatTensor``.
 
     It is torch's own, and also accepts ``placement`` and ``sbp``."""
     # x.type(flow.FloatTensor) recognises the type by this name.
-    return _Kind(
+    return _TensorMeta(
         f"torch.{name}",
         (torch.Tensor,),
-        {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed.__doc__},
+        {"_of": getattr(torch, name), "dtype": dtype, "__doc__": _typed_constructor.__doc__},
     )
 
 
 FloatTensor, DoubleTensor, HalfTensor = (
-    _typed(torch.float32, "FloatTensor"),
-    _typed(torch.float64, "DoubleTensor"),
-    _typed(torch.float16, "HalfTensor"),
+    _typed_constructor(torch.float32, "FloatTensor"),
+    _typed_constructor(torch.float64, "DoubleTensor"),
+    _typed_constructor(torch.float16, "HalfTensor"),
 )
 BFloat16Tensor, BoolTensor, ByteTensor = (
-    _typed(torch.bfloat16, "BFloat16Tensor"),
-    _typed(torch.bool, "BoolTensor"),
-    _typed(torch.uint8, "ByteTensor"),
+    _typed_constructor(torch.bfloat16, "BFloat16Tensor"),
+    _typed_constructor(torch.bool, "BoolTensor"),
+    _typed_constructor(torch.uint8, "ByteTensor"),
 )
-CharTensor, ShortTensor = _typed(torch.int8, "CharTensor"), _typed(torch.int16, "ShortTensor")
-IntTensor, LongTensor = _typed(torch.int32, "IntTensor"), _typed(torch.int64, "LongTensor")
+CharTensor, ShortTensor = (
+    _typed_constructor(torch.int8, "CharTensor"),
+    _typed_constructor(torch.int16, "ShortTensor"),
+)
+IntTensor, LongTensor = (
+    _typed_constructor(torch.int32, "IntTensor"),
+    _typed_constructor(torch.int64, "LongTensor"),
+)
 
 
-def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
+def _construct(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs: Any) -> Any:
     name = cls.__name__.removeprefix("torch.")
     if placement is None and sbp is None:
         if args and isinstance(args[0], GlobalTensor):
@@ -123,7 +131,7 @@ def _made(cls: Any, *args: Any, placement: Any = None, sbp: Any = None, **kwargs
     return empty(*(args or (0,)), dtype=dtype, placement=placement, sbp=sbp, **kwargs)
 
 
-def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
+def _wrap_array(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
     """Wrap a result that NumPy computed from a global tensor: broadcast on its placement.
 
     Every rank has computed it from the full value."""
@@ -136,13 +144,13 @@ def _wrapped(x: GlobalTensor, array: Any, *_context: Any) -> GlobalTensor:
 
 
 # NumPy passes more arguments than torch's own method accepts.
-GlobalTensor.__array_wrap__ = _wrapped  # type: ignore[assignment, method-assign]
+GlobalTensor.__array_wrap__ = _wrap_array  # type: ignore[assignment, method-assign]
 register_handlers(
-    {torch.Tensor.__array_wrap__: lambda func, args, kwargs: _wrapped(*args, **kwargs)}, "method"
+    {torch.Tensor.__array_wrap__: lambda func, args, kwargs: _wrap_array(*args, **kwargs)}, "method"
 )
 
 
-def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
+def _accept_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
     """Redefine an operator that accepts a NumPy array in torch: ``compute`` runs for an array.
 
     PyTorch's own operator fails for an array on the meta device."""
@@ -157,5 +165,5 @@ def _with_arrays(operator: Any, compute: Callable[[Any, Any], Any]) -> None:
     RULES[operator] = dataclasses.replace(of_tensors, describe=describe)
 
 
-_with_arrays(torch.Tensor.__eq__, lambda x, array: x == torch.as_tensor(array))
-_with_arrays(torch.Tensor.__rtruediv__, lambda x, array: x.reciprocal() * array)
+_accept_arrays(torch.Tensor.__eq__, lambda x, array: x == torch.as_tensor(array))
+_accept_arrays(torch.Tensor.__rtruediv__, lambda x, array: x.reciprocal() * array)

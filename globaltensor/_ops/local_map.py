@@ -68,7 +68,7 @@ def local_map(
         if where is None:
             raise SbpError("local_map: no argument is global, and no placement= was given")
         locals_ = []
-        for t, layout in zip(tensors, _asked(in_sbp, args, tensors, where), strict=True):
+        for t, layout in zip(tensors, _input_layouts(in_sbp, args, tensors, where), strict=True):
             if isinstance(t, GlobalTensor):
                 dst = t._spec.replace(
                     placement=where, layout=t._spec.shown.layout if layout is None else layout
@@ -90,13 +90,13 @@ def local_map(
         inside = where.coordinate(world().rank) is not None
         out = function(*replaced(args, these), **replaced(kwargs, these)) if inside else None
         if world().size > 1:
-            _record(where, tensors)
-        return _wrapped(out, out_sbp, where, inside)
+            _record_call(where, tensors)
+        return _wrap_outputs(out, out_sbp, where, inside)
 
     return functools.wraps(function)(lambda *args, **kwargs: run(*args, **kwargs))
 
 
-def _asked(
+def _input_layouts(
     in_sbp: Any, args: tuple[Any, ...], tensors: Sequence[torch.Tensor], placement: Placement
 ) -> list[tuple[Sbp, ...] | None]:
     """Return the layout for each of the tensors, or None for a tensor that is passed unchanged."""
@@ -115,8 +115,8 @@ def _asked(
             ):
                 in_sbp = [value for value, is_tensor in zip(in_sbp, flat, strict=True) if is_tensor]
         if len(in_sbp) == len(tensors):
-            return _each(in_sbp, len(tensors), placement, "in_sbp")
-    wanted = iter(_each(in_sbp, sum(ours), placement, "in_sbp"))
+            return _layouts_per_tensor(in_sbp, len(tensors), placement, "in_sbp")
+    wanted = iter(_layouts_per_tensor(in_sbp, sum(ours), placement, "in_sbp"))
     return [next(wanted) if is_global else None for is_global in ours]
 
 
@@ -124,7 +124,9 @@ def _is_layout(value: Sequence[Any], placement: Placement) -> bool:
     return len(value) == placement.axes and all(isinstance(v, Sbp) for v in value)
 
 
-def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple[Sbp, ...] | None]:
+def _layouts_per_tensor(
+    value: Any, count: int, placement: Placement, what: str
+) -> list[tuple[Sbp, ...] | None]:
     if value is None:
         return [None] * count
     one = (
@@ -144,7 +146,7 @@ def _each(value: Any, count: int, placement: Placement, what: str) -> list[tuple
     return [None if v is None else as_layout(v, placement.axes, what) for v in value]
 
 
-def _record(placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
+def _record_call(placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
     """Add the call to the history of the placement's ranks.
 
     Its function is not part of the entry: each rank may run another one. The other ranks know the
@@ -159,7 +161,7 @@ def _record(placement: Placement, tensors: Sequence[torch.Tensor]) -> None:
     )
 
 
-def _watched(result: torch.Tensor) -> None:
+def _watch_gradients(result: torch.Tensor) -> None:
     """Watch a result for gradients that ``function`` may use in a way that ranks cannot know.
 
     The function may use leaves of its own, or add hooks to tensors. Ranks do not know whether other
@@ -170,7 +172,7 @@ def _watched(result: torch.Tensor) -> None:
         Watcher(reducer().watchers)  # it is released at once
 
 
-def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
+def _wrap_outputs(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
     this_world = world()
     results = tensors_in(out, [])
     # The ranks exchange the shapes of their local results. Ranks outside the placement also receive
@@ -188,7 +190,7 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
         else [own_description]
     )
     shapes, shell = descriptions[placement.flat[0]]
-    layouts = _each(out_sbp, len(shapes), placement, "out_sbp")
+    layouts = _layouts_per_tensor(out_sbp, len(shapes), placement, "out_sbp")
     wrapped = []
     for i, layout in enumerate(layouts):
         if layout is None:
@@ -198,7 +200,7 @@ def _wrapped(out: Any, out_sbp: Any, placement: Placement, inside: bool) -> Any:
         spec = spec_of(held, placement, layout)
         local = results[i] if inside else placeholder(spec)
         if torch.is_grad_enabled():
-            _watched(local)
+            _watch_gradients(local)
         wrapped.append(GlobalTensor.wrap(local, spec))
     identify_results(wrapped)
     return replaced(out if inside else shell, iter(wrapped))

@@ -406,7 +406,7 @@ class StridedViewPlan(LocalPlan):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = args[0] if args and self.quick else None
         if type(base) not in ORDINARY or not self.single or self.picks:
-            return self._planned(func, args, kwargs)
+            return self._run_general(func, args, kwargs)
         laid = base.__dict__.get("_strides")
         if laid is None:
             if self.rows is not None and base._memory is None and base._local.is_contiguous():
@@ -415,7 +415,7 @@ class StridedViewPlan(LocalPlan):
                 laid = base_note(base, self.decides)
         result_notes = self.known.get(laid)
         if result_notes is None or (self.decides and not laid.exact):
-            return self._planned(func, args, kwargs)
+            return self._run_general(func, args, kwargs)
         out = GlobalTensor.wrap(
             (self.function or func)(base._local, *args[1:], **kwargs), self.outs[0]
         )  # type: ignore[arg-type]
@@ -423,7 +423,7 @@ class StridedViewPlan(LocalPlan):
         out.__dict__["_strides"] = result_notes[0]
         return out
 
-    def _planned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call on the general path.
 
         It is needed for the first base with some strides, and for results that are not a view of
@@ -439,18 +439,18 @@ class StridedViewPlan(LocalPlan):
             return func(*replaced(rest, these), **replaced(named, these))
 
         laid = base_note(base, self.decides)
-        notes = self._notes(base, laid, taken) if laid.exact or not self.refuses else []
+        notes = self._result_notes(base, laid, taken) if laid.exact or not self.refuses else []
         if notes is None:
-            return self._of_copy(func, args, kwargs, base)
+            return self._run_on_copy(func, args, kwargs, base)
         if self.decides and not laid.exact:
-            out = self._of_copy(func, args, kwargs, base)
+            out = self._run_on_copy(func, args, kwargs, base)
             return RemoteView.of(out._local, out._spec, base, taken)
         out = super().run(func, args, kwargs)
         for t, found in zip(tensors_in(out, []), notes, strict=True):
             note_strides(t, found)  # type: ignore[arg-type]
         return out
 
-    def _notes(
+    def _result_notes(
         self, base: GlobalTensor, laid: Note, taken: Callable[[Any], Any]
     ) -> list[Note] | None:
         """Return the notes of the results, or None if the function would copy on one device.
@@ -464,7 +464,7 @@ class StridedViewPlan(LocalPlan):
             )
         return self.known[laid]
 
-    def _of_copy(
+    def _run_on_copy(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], base: GlobalTensor
     ) -> GlobalTensor:
         """Run the call on a contiguous copy of the local tensor."""
@@ -479,7 +479,7 @@ class StridedViewPlan(LocalPlan):
             func, replaced(args, replacements), replaced(kwargs, replacements)
         )
         if isinstance(out, RemoteView):
-            out.cut()
+            out.detach_from_base()
         out._memory = None  # no other tensor shares the copy
         return out
 

@@ -86,7 +86,7 @@ class _ToGlobal(torch.autograd.Function):
     def forward(ctx: Any, local: torch.Tensor, spec: Spec) -> torch.Tensor:
         ctx.spec, ctx.device = spec, local.device
         # a view of a communication buffer: without detach, autograd would forbid to write into it
-        return _equalised(local.detach(), spec).detach()
+        return _sync_replicas(local.detach(), spec).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
@@ -95,18 +95,18 @@ class _ToGlobal(torch.autograd.Function):
         return box(grads[0], spec.dual(), mine, why="gradient of to_global").to(ctx.device), None
 
 
-def _equalised(local: torch.Tensor, spec: Spec) -> torch.Tensor:
+def _sync_replicas(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """Send the first rank's data along broadcast axes: it is the value there.
 
     Meta tensors have no data and are returned as they are."""
-    axes = [] if local.is_meta else _held_alike(spec)
+    axes = [] if local.is_meta else _replica_axes(spec)
     if not axes:
         return local
     with log.exchanges("to_global: the value of the first rank"):
         return world().comm(spec.placement.fiber(world().rank, axes)).broadcast(local, 0)
 
 
-def _held_alike(spec: Spec) -> list[int]:
+def _replica_axes(spec: Spec) -> list[int]:
     """Return the axes along which several ranks hold the same data."""
     return (
         [a for a, e in enumerate(spec.layout) if e.is_broadcast and spec.placement.shape[a] > 1]
@@ -170,11 +170,11 @@ def local_to_global(
     # either is written into.
     if graph:
         out = GlobalTensor.wrap(
-            _ToGlobal.apply(local, spec) if _held_alike(spec) else local.view_as(local), spec
+            _ToGlobal.apply(local, spec) if _replica_axes(spec) else local.view_as(local), spec
         )
         reducer.observe_gradients(out._local)
     else:
-        out = GlobalTensor.wrap(apply(_equalised, (local.detach(), spec), {}), spec)
+        out = GlobalTensor.wrap(apply(_sync_replicas, (local.detach(), spec), {}), spec)
     out._pinned = True
     out._serial = serial
     return out
@@ -488,7 +488,7 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
     return identify_copy(out, self)
 
 
-def _resolved(name: str) -> Callable[..., GlobalTensor]:
+def _resolve_method(name: str) -> Callable[..., GlobalTensor]:
     """Return ``resolve_conj`` or ``resolve_neg``, for which a local tensor has a bit to resolve."""
     resolve = getattr(torch.Tensor, name)
 
@@ -586,7 +586,7 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         copy_noted_strides(out, self)
         if isinstance(out, RemoteView) and not alone:
             self.__class__ = RemoteView  # type: ignore[assignment]  # a view of its former value
-            self.follow(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
+            self.rebind(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
         else:
             self._local = out._local
         return self
@@ -763,7 +763,7 @@ def _method(name: str) -> Callable[..., Any]:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
 
-def _of(name: str) -> Any:
+def _torch_function(name: str) -> Any:
     """Return torch's function of that name, or its method where it has no function."""
     return getattr(torch, name, None) or getattr(torch.Tensor, name)
 
@@ -784,7 +784,7 @@ _AS_FUNCTIONS = (
 _VIEWS_IN_PLACE = ("squeeze_", "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_")
 _OF_OWN_CLASS = ("is_contiguous", "stride")  # torch calls the method of the tensor's own class
 _ANSWERS: dict[Any, Handler] = {
-    **{_of(name): _method(name) for name in _AS_FUNCTIONS},
+    **{_torch_function(name): _method(name) for name in _AS_FUNCTIONS},
     **storage.HANDLERS,
     **{getattr(torch.Tensor, name): _method(name) for name in (*_VIEWS_IN_PLACE, *_OF_OWN_CLASS)},
     **{METHODS[name]: _method(name) for name in _OF_OWN_CLASS},
@@ -797,7 +797,7 @@ _ANSWERS: dict[Any, Handler] = {
     torch.Tensor.to: _plain_to,
     torch.Tensor.type_as: _plain_type_as,
     **{
-        function: _resolved(name)
+        function: _resolve_method(name)
         for name in ("resolve_conj", "resolve_neg")
         for function in (getattr(torch, name), getattr(torch.Tensor, name))
     },

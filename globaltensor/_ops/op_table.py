@@ -72,7 +72,7 @@ def op_table() -> list[OpEntry]:
     >>> len(table) > 1000, {entry.kind for entry in table} <= set(KINDS)
     (True, True)
     """
-    return sorted({OpEntry(name, *kind_of_function(f)) for name, f in _functions()})
+    return sorted({OpEntry(name, *kind_of_function(f)) for name, f in _overridable_functions()})
 
 
 def _own_attribute(function: Any) -> bool:
@@ -83,7 +83,7 @@ def _own_attribute(function: Any) -> bool:
     return function is getattr(torch.Tensor, name, None) and name in vars(GlobalTensor)
 
 
-def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
+def _overridable_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield each overridable function with the name by which users call it.
 
     Names that this library adds to torch's classes are left out.
@@ -94,7 +94,7 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
             name = torch.overrides.resolve_name(function) or name_of(function)
             if id(getattr(function, "__self__", function)) in own or id(function) in own:
                 continue
-            if not any(_hidden(part) for part in name.split(".")):
+            if not any(_is_private(part) for part in name.split(".")):
                 yield name, function
     for function in (*torch_private.vmap_functions(), *torch_private.dual_functions()):
         yield f"torch.{function.__name__}", function
@@ -102,5 +102,5 @@ def _functions() -> Iterator[tuple[str, Callable[..., Any]]]:
         yield f"torch.{function.__name__}", function
 
 
-def _hidden(name: str) -> bool:
+def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")

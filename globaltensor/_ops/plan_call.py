@@ -98,7 +98,7 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
         if isinstance(t, GlobalTensor) and t._spec.shown.placement not in placements:
             placements.append(t._spec.shown.placement)
     if len(placements) > 1:
-        where = _place_of_scalars(tensors)
+        where = _placement_of_scalars(tensors)
         if where is not None:
             return where
         if stage_context.where is not None and (
@@ -119,7 +119,7 @@ def _common_placement(func: Any, tensors: Sequence[torch.Tensor]) -> Placement:
     return placements[0]
 
 
-def _place_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
+def _placement_of_scalars(tensors: Sequence[torch.Tensor]) -> Placement | None:
     """Return the common placement if the operands on all other placements are 0-dim.
 
     Such scalars may be moved freely, as torch allows between devices. Returns None if tensors with
@@ -174,7 +174,7 @@ def _call_on_common_placement(func: Any, args: tuple[Any, ...], kwargs: dict[str
     return func(*replaced(args, boxed_operands), **replaced(kwargs, boxed_operands))
 
 
-def _with_scalars(
+def _call_with_boxed_scalars(
     func: Any, where: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Call ``func`` with the scalars of other placements boxed to ``where``.
@@ -224,22 +224,22 @@ def plan_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallP
     """Plan a call after a cache miss: the first of these steps that returns a plan decides."""
     call = _new_call(func, args, kwargs)
     for step in (
-        _with_out,
-        _on_several_placements,
-        _of_an_attribute,
-        _without_rule,
-        _into_a_plain_target,
-        _by_description,
-        _of_global_functions,
-        _of_a_whole_call,
-        _of_shapes_unknown_to_torch,
-        _that_returns_its_operand,
-        _checked,
-        _of_an_unknown_form,
+        _plan_with_out,
+        _plan_several_placements,
+        _plan_attribute_read,
+        _plan_without_rule,
+        _plan_plain_target,
+        _plan_by_description,
+        _plan_composite,
+        _plan_whole_call,
+        _infer_results,
+        _plan_returned_operand,
+        _check_dtypes,
+        _plan_unknown_form,
     ):
         if (plan := step(call)) is not None:
             return plan
-    return _by_signature(call)
+    return _plan_by_signature(call)
 
 
 def _new_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _CallToPlan:
@@ -252,7 +252,7 @@ def _new_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call
     return _CallToPlan(func, args, kwargs, rule, kernel, written, [])
 
 
-def _with_out(call: _CallToPlan) -> CallPlan | None:
+def _plan_with_out(call: _CallToPlan) -> CallPlan | None:
     """Plan a call with ``out=``: run it without ``out=``, and copy the result into ``out``."""
     if call.kwargs.get("out") is None or call.written is not None:
         return None
@@ -261,7 +261,7 @@ def _with_out(call: _CallToPlan) -> CallPlan | None:
     return DelegatePlan(lambda *a, **k: call_with_out(func, a, k))
 
 
-def _on_several_placements(call: _CallToPlan) -> CallPlan | None:
+def _plan_several_placements(call: _CallToPlan) -> CallPlan | None:
     """Find the operands' common placement. Plan a call whose operands must first be moved to it."""
     func = call.func
     call.tensors = tensors = tensors_in(call.kwargs, tensors_in(call.args, []))
@@ -275,19 +275,19 @@ def _on_several_placements(call: _CallToPlan) -> CallPlan | None:
             f"{describe_call(func, tensors)}: an operator that writes into its arguments "
             f"needs all of them on one placement"
         )
-    if _place_of_scalars(tensors) is None:
+    if _placement_of_scalars(tensors) is None:
         return DelegatePlan(lambda *a, **k: _call_on_common_placement(func, a, k))
-    return DelegatePlan(lambda *a, **k: _with_scalars(func, placement, a, k))
+    return DelegatePlan(lambda *a, **k: _call_with_boxed_scalars(func, placement, a, k))
 
 
-def _of_an_attribute(call: _CallToPlan) -> CallPlan | None:
+def _plan_attribute_read(call: _CallToPlan) -> CallPlan | None:
     """Plan the read of a torch.Tensor property that has no rule."""
     if getattr(call.func, "__name__", "") == "__get__" and call.func not in RULES:
-        return _attribute(call.func, call.args)
+        return _attribute_plan(call.func, call.args)
     return None
 
 
-def _without_rule(call: _CallToPlan) -> CallPlan | None:
+def _plan_without_rule(call: _CallToPlan) -> CallPlan | None:
     """Find the operands' specs. Plan a call of a function that has no rule."""
     assert call.placement is not None
     operands = f"operand {{}} of {name_of(call.func)}"
@@ -305,7 +305,7 @@ def _without_rule(call: _CallToPlan) -> CallPlan | None:
     return plan_without_rule(call.func, call.specs, call.args, call.kwargs)
 
 
-def _into_a_plain_target(call: _CallToPlan) -> CallPlan | None:
+def _plan_plain_target(call: _CallToPlan) -> CallPlan | None:
     """Plan an in-place call that writes into a plain tensor."""
     if not _rule(call).inplace or isinstance(call.tensors[0], GlobalTensor):
         return None
@@ -314,7 +314,7 @@ def _into_a_plain_target(call: _CallToPlan) -> CallPlan | None:
     return DelegatePlan(lambda *a, **k: write_into_plain(func, placement, a, k))
 
 
-def _by_description(call: _CallToPlan) -> CallPlan | None:
+def _plan_by_description(call: _CallToPlan) -> CallPlan | None:
     """Let the rule describe the call; a target that is stored on another placement is replicated.
 
     A tensor that is stored in another layout is planned by its logical spec, but stays stored."""
@@ -339,7 +339,7 @@ def _by_description(call: _CallToPlan) -> CallPlan | None:
     return None
 
 
-def _of_global_functions(call: _CallToPlan) -> CallPlan | None:
+def _plan_composite(call: _CallToPlan) -> CallPlan | None:
     """Plan a call that its rule composes of functions of global tensors.
 
     This comes before the run on meta tensors, because the result may depend on data."""
@@ -349,7 +349,7 @@ def _of_global_functions(call: _CallToPlan) -> CallPlan | None:
     meta, structure = (
         infer_outputs(func, call.specs, call.args, call.kwargs) if op.checked else (None, None)
     )
-    if (same := _same(func, rule, meta or (), call.args)) and None not in same:
+    if (same := _returned_operands(func, rule, meta or (), call.args)) and None not in same:
         return ReturnOperandPlan(same, structure, None)
     if meta is not None and not _is_ours(func):
         check_dtypes(func, call.specs, call.args, call.kwargs)
@@ -360,18 +360,18 @@ def _of_global_functions(call: _CallToPlan) -> CallPlan | None:
     return DelegatePlan(op.composite)  # type: ignore[arg-type]
 
 
-def _of_a_whole_call(call: _CallToPlan) -> CallPlan | None:
+def _plan_whole_call(call: _CallToPlan) -> CallPlan | None:
     """Plan a call that its rule runs on replicated operands."""
-    return _replicated(call) if _op(call).whole_call else None
+    return _plan_replicated(call) if _op(call).whole_call else None
 
 
-def _replicated(call: _CallToPlan) -> CallPlan:
+def _plan_replicated(call: _CallToPlan) -> CallPlan:
     if call.written is not None:
         return plan_on_whole(call.func, call.specs, call.written)
     return ReplicatedPlan(_rule(call).name, call.specs, _rule(call).inplace)
 
 
-def _of_shapes_unknown_to_torch(call: _CallToPlan) -> CallPlan | None:
+def _infer_results(call: _CallToPlan) -> CallPlan | None:
     """Run the call on meta tensors. An invalid call fails here, with torch's own error."""
     meta, call.structure = infer_outputs(call.func, call.specs, call.args, call.kwargs)
     if call.structure is NotImplemented:  # Python then asks the other operand, or refuses
@@ -384,16 +384,16 @@ def _of_shapes_unknown_to_torch(call: _CallToPlan) -> CallPlan | None:
     return plan_without_rule(call.func, call.specs, call.args, call.kwargs)
 
 
-def _that_returns_its_operand(call: _CallToPlan) -> CallPlan | None:
+def _plan_returned_operand(call: _CallToPlan) -> CallPlan | None:
     """Plan a call whose results are operands, as those of ``F.dropout`` in eval mode."""
     if call.written is None:
-        call.same = _same(call.func, _rule(call), call.meta, call.args)
+        call.same = _returned_operands(call.func, _rule(call), call.meta, call.args)
     if call.same and None not in call.same:
         return ReturnOperandPlan(call.same, call.structure, None)
     return None
 
 
-def _checked(call: _CallToPlan) -> None:
+def _check_dtypes(call: _CallToPlan) -> None:
     """Check the dtypes of a call with a local function. Keep written operands replicated."""
     op = _op(call)
     if op.local is not None and not _is_ours(call.func):
@@ -402,7 +402,7 @@ def _checked(call: _CallToPlan) -> None:
         keep_written_whole(op, call.written[0])
 
 
-def _of_an_unknown_form(call: _CallToPlan) -> CallPlan | None:
+def _plan_unknown_form(call: _CallToPlan) -> CallPlan | None:
     """Plan a call whose form the rule does not know, on replicated operands and with a warning."""
     if not call.unknown:
         return None
@@ -411,10 +411,10 @@ def _of_an_unknown_form(call: _CallToPlan) -> CallPlan | None:
         f"the call runs on full tensors",
         FallbackWarning,
     )
-    return _replicated(call)
+    return _plan_replicated(call)
 
 
-def _by_signature(call: _CallToPlan) -> CallPlan:
+def _plan_by_signature(call: _CallToPlan) -> CallPlan:
     """Plan a call by the cheapest of the signatures that its rule admits."""
     func, rule, op, specs = call.func, _rule(call), _op(call), call.specs
     placement, written = call.placement, call.written
@@ -451,12 +451,12 @@ def _by_signature(call: _CallToPlan) -> CallPlan:
 
 
 def _rule(call: _CallToPlan) -> Rule:
-    assert call.rule is not None  # `_without_rule` has planned the others
+    assert call.rule is not None  # `_plan_without_rule` has planned the others
     return call.rule
 
 
 def _op(call: _CallToPlan) -> OpDescription:
-    assert call.op is not None  # `_by_description` makes it
+    assert call.op is not None  # `_plan_by_description` makes it
     return call.op
 
 
@@ -472,7 +472,7 @@ def _cut_indices(plan: CallPlan, op: OpDescription) -> list[tuple[int, Range]]:
     return [(i, op.ranges[i]) for i in cut]
 
 
-def _same(
+def _returned_operands(
     func: Any, rule: Rule, results: Sequence[torch.Tensor], args: tuple[Any, ...]
 ) -> tuple[int | None, ...]:
     """Return for each result the operand that it is, valid for all calls of the plan.
@@ -659,7 +659,7 @@ def _as_autocast_would(
     return run
 
 
-def _attribute(func: Any, args: tuple[Any, ...]) -> CallPlan:
+def _attribute_plan(func: Any, args: tuple[Any, ...]) -> CallPlan:
     """Return the plan of a torch.Tensor property without a rule, read from the local tensor."""
 
     def get(x: GlobalTensor) -> Any:

@@ -102,15 +102,17 @@ def run(
         agree_on_seed()
     if generator is None and isinstance(world(), SimulatedWorld):
         with _serialized(_device_of(args)):
-            return _run(function, args, kwargs, coordinate, torch.default_generator)
+            return _run_with_generator(function, args, kwargs, coordinate, torch.default_generator)
     if placement is not None:
         world().history((placement,)).record(
             b"key %d" % (generator or torch.default_generator).initial_seed()
         )
-    return _run(function, args, kwargs, coordinate, generator or torch.default_generator)
+    return _run_with_generator(
+        function, args, kwargs, coordinate, generator or torch.default_generator
+    )
 
 
-def _run(
+def _run_with_generator(
     function: Callable[..., Any],
     args: Sequence[Any],
     kwargs: dict[str, Any],
@@ -203,7 +205,7 @@ def run_with_key(
         _write_seed(state.numpy(), 0, first + number * _STEP & _MASK)  # type: ignore[arg-type]
         torch.default_generator.set_state(state)
         try:
-            return _run(function, args, kwargs, coordinate, torch.default_generator)
+            return _run_with_generator(function, args, kwargs, coordinate, torch.default_generator)
         finally:
             torch.default_generator.set_state(was)
 
@@ -212,10 +214,10 @@ def advance_key(generator: torch.Generator | None = None) -> None:
     """Advance the key on a rank outside the placement, in place of ``run``.
 
     The rank draws nothing, but its key stays equal to that of the others."""
-    run(_nothing, (), {"generator": generator}, ())
+    run(_draw_nothing, (), {"generator": generator}, ())
 
 
-def _nothing(generator: torch.Generator | None = None) -> None:
+def _draw_nothing(generator: torch.Generator | None = None) -> None:
     pass
 
 
@@ -290,11 +292,11 @@ class RandomFill:
         """Return True if drawing in blocks gives the numbers of a single draw on this CPU."""
         return not any(
             isinstance(a, Tensor) for a in (*self.args, *self.kwargs.values())
-        ) and _in_blocks(self.name, dtype)
+        ) and _draws_in_blocks(self.name, dtype)
 
 
 @lru_cache(maxsize=256)
-def _in_blocks(name: str, dtype: torch.dtype) -> bool:
+def _draws_in_blocks(name: str, dtype: torch.dtype) -> bool:
     # This is measured, because it depends on the kernel. With MKL (Intel), bernoulli_ and
     # exponential_ seed a stream of their own once per call.
     fill, n = (
@@ -339,14 +341,14 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
             lambda: fill(torch.empty(spec.shape, dtype=spec.dtype, device=device), generator),
             generator,
         )
-    with _turn(device, generator, spec):
+    with _prepared_fill(device, generator, spec):
         out = torch.empty(spec.local_shape(rank), dtype=spec.dtype)
         buffer = torch.empty(BLOCK + _GROUP, dtype=spec.dtype)
         offsets = spec.box(rank)[0] if inside else ()
         for start, length in _blocks(spec.numel):
             block = fill(buffer[:length], generator)
             if inside:
-                _place(block, start, tuple(spec.shape), offsets, out)
+                _copy_block(block, start, tuple(spec.shape), offsets, out)
     return zero_unless_owner(out, spec) if inside else out
 
 
@@ -357,7 +359,7 @@ def draw_global(
     device = _device(spec)
     if device is None:
         return placeholder(spec)
-    with _turn(device, generator, spec):
+    with _prepared_fill(device, generator, spec):
         return part(whole(), spec)
 
 
@@ -398,7 +400,7 @@ def owns_value(spec: Spec) -> bool:
     )
 
 
-def _place(
+def _copy_block(
     block: Tensor, start: int, shape: tuple[int, ...], offsets: tuple[int, ...], out: Tensor
 ) -> None:
     """Copy the elements of ``block`` that are in the box at ``offsets`` into ``out``.
@@ -410,7 +412,7 @@ def _place(
     if len(shape) > 1 and start % row:  # the rest of a row that an earlier block began
         i, length = start // row, min(n, row - start % row)
         if first <= i < first + len(out):
-            _place(block[:length], start % row, shape[1:], offsets[1:], out[i - first])
+            _copy_block(block[:length], start % row, shape[1:], offsets[1:], out[i - first])
         block, start, n = block[length:], start + length, n - length
     i, rows = start // row, n // row
     a, b = max(i, first), min(i + rows, first + len(out))
@@ -421,7 +423,7 @@ def _place(
         out[a - first : b - first].copy_(value)
     # the beginning of a row that a later block ends
     if n > rows * row and first <= i + rows < first + len(out):
-        _place(block[rows * row :], 0, shape[1:], offsets[1:], out[i + rows - first])
+        _copy_block(block[rows * row :], 0, shape[1:], offsets[1:], out[i + rows - first])
 
 
 def _device(spec: Spec) -> torch.device | None:
@@ -438,7 +440,9 @@ def _device(spec: Spec) -> torch.device | None:
 
 
 @contextmanager
-def _turn(device: torch.device, generator: torch.Generator | None, spec: Spec) -> Iterator[None]:
+def _prepared_fill(
+    device: torch.device, generator: torch.Generator | None, spec: Spec
+) -> Iterator[None]:
     """Prepare the fill of a tensor of ``spec`` within the block.
 
     The tensor's ranks compare the state of the generator, because they must draw one sequence."""
@@ -484,8 +488,10 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     spec, local = x._spec, x._local
     record(f"{name} {argument_text((rest, kwargs))}", x)
     record(name, *[a for a in (*rest, *kwargs.values()) if isinstance(a, GlobalTensor)])
-    rest = [_whole(name, a, spec) for a in rest]
-    fill = RandomFill(name, tuple(rest), {k: _whole(name, a, spec) for k, a in kwargs.items()})
+    rest = [_replicate_argument(name, a, spec) for a in rest]
+    fill = RandomFill(
+        name, tuple(rest), {k: _replicate_argument(name, a, spec) for k, a in kwargs.items()}
+    )
     strides = memory_order(x)
     whole = (
         tuple(local.shape) == tuple(spec.shape)
@@ -493,7 +499,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         and spec.numel
     )
     if whole and (local.is_contiguous() if strides is None else local.stride() == strides):
-        with _turn(local.device, generator, spec):
+        with _prepared_fill(local.device, generator, spec):
             fill(local, generator)
     else:
         with torch.no_grad():
@@ -503,7 +509,9 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
                 fill_local(spec, fill, generator)
                 if strides is None
                 else draw_global(
-                    spec, lambda: fill(_in_order(spec, strides, local.device), generator), generator
+                    spec,
+                    lambda: fill(_empty_strided(spec, strides, local.device), generator),
+                    generator,
                 )
             )
         # with grad mode as it is, so that torch's own checks and its version counter apply
@@ -511,7 +519,7 @@ def _fill_in_place(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return finish_inplace(x)
 
 
-def _in_order(spec: Spec, strides: Sequence[int], device: torch.device) -> Tensor:
+def _empty_strided(spec: Spec, strides: Sequence[int], device: torch.device) -> Tensor:
     return torch.empty_strided(spec.shape, strides, dtype=spec.dtype, device=device)
 
 
@@ -524,7 +532,7 @@ def check_drawn_from(value: Tensor, spec: Spec, name: str) -> None:
         check_replicated(value, spec.placement, f"argument of {name}")
 
 
-def _whole(name: str, value: Any, spec: Spec) -> Any:
+def _replicate_argument(name: str, value: Any, spec: Spec) -> Any:
     """Replicate an argument: a global tensor of probabilities becomes its full value."""
     if not isinstance(value, GlobalTensor):
         if isinstance(value, Tensor):

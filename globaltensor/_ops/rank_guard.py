@@ -79,10 +79,10 @@ class RankGuard(TorchFunctionMode):
         global_operands = [t for t in tensors_in((args, kwargs), []) if isinstance(t, GlobalTensor)]
         if not global_operands or getattr(func, "__name__", "") in _UNSEEN:
             return func(*args, **kwargs)
-        self._see(name, global_operands)
-        what = f"{name}({', '.join([*map(_shown, args), *(f'{k}={_shown(v)}' for k, v in kwargs.items())])})"  # noqa: E501
-        which = _identities(global_operands)
-        self._now, before = _cut(what), self._now
+        self._record_replicas(name, global_operands)
+        what = f"{name}({', '.join([*map(_value_text, args), *(f'{k}={_value_text(v)}' for k, v in kwargs.items())])})"  # noqa: E501
+        which = _operand_ids_text(global_operands)
+        self._now, before = _shorten(what), self._now
         try:
             out = func(*args, **kwargs)
         finally:
@@ -94,10 +94,10 @@ class RankGuard(TorchFunctionMode):
                 count + 1,
                 hashlib.blake2b(digest + f"{what}{which}".encode(), digest_size=8).digest(),
             )
-            self._done.append(OpRecord(placement, _cut(what), _line(), which))
+            self._done.append(OpRecord(placement, _shorten(what), _line(), which))
         return out
 
-    def _see(self, name: str, operands: Sequence[GlobalTensor]) -> None:
+    def _record_replicas(self, name: str, operands: Sequence[GlobalTensor]) -> None:
         """Record the values of operands of which other ranks hold replicas."""
         for i, x in enumerate(operands):
             group = replica_ranks(x._spec, self._world.rank)
@@ -124,7 +124,7 @@ class RankGuard(TorchFunctionMode):
                 last,
             )
 
-    def meet(self, comm: Communicator, kind: str) -> None:
+    def compare(self, comm: Communicator, kind: str) -> None:
         """Compare with the other ranks of a collective, before it runs.
 
         Raises DivergenceError if they differ, and WorldError if a rank does not arrive."""
@@ -169,16 +169,16 @@ class RankGuard(TorchFunctionMode):
         for rank, other in zip(comm.ranks, reports, strict=True):
             if any(other[key] != reference[key] for key in same):
                 self._world.forget()
-                self._world.diverged = _apart(first, reference, rank, other)
+                self._world.diverged = _mismatched_ops_text(first, reference, rank, other)
                 raise DivergenceError(self._world.diverged)
             if other["replicas"] != reference["replicas"]:
                 self._world.forget()
-                raise DivergenceError(_replicas_apart(first, reference, rank, other))
+                raise DivergenceError(_mismatched_replicas_text(first, reference, rank, other))
 
     def _exchange_reports(self, comm: Communicator, own_report: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
             return comm.all_gather_unchecked(own_report)
-        self._say(own_report)
+        self._post_position(own_report)
         ranks = tuple(sorted(comm.ranks))
         sent = torch.frombuffer(bytearray(_message(own_report)), dtype=torch.uint8)
         got = [torch.empty_like(sent) for _ in ranks]
@@ -186,14 +186,14 @@ class RankGuard(TorchFunctionMode):
             dist.all_gather(got, sent, group=self._group(ranks))
         except RuntimeError as error:
             others = "".join(
-                f"\n  rank {r} {self._heard(r)}" for r in ranks if r != self._world.rank
+                f"\n  rank {r} {self._peer_position(r)}" for r in ranks if r != self._world.rank
             )
             problem = (
                 f"the ranks have diverged, or a rank has ended: not all of ranks {list(ranks)} "
                 f"arrived within {timeout().total_seconds():g} s"
             )
             raise WorldError(
-                f"{problem}\n  rank {self._world.rank} is {_place(own_report)}{others}"
+                f"{problem}\n  rank {self._world.rank} is {_position_text(own_report)}{others}"
             ) from error
         reports = dict(
             zip(ranks, (json.loads(g.numpy().tobytes().rstrip(b"\0")) for g in got), strict=True)
@@ -210,10 +210,12 @@ class RankGuard(TorchFunctionMode):
 
     # The position of each rank, for the ranks that wait for it.
 
-    def _say(self, own_report: dict[str, Any]) -> None:
-        torch_private.default_store().set(f"{self._name}/{self._world.rank}", _place(own_report))
+    def _post_position(self, own_report: dict[str, Any]) -> None:
+        torch_private.default_store().set(
+            f"{self._name}/{self._world.rank}", _position_text(own_report)
+        )
 
-    def _heard(self, rank: int) -> str:
+    def _peer_position(self, rank: int) -> str:
         try:
             store, key = torch_private.default_store(), f"{self._name}/{rank}"
             return (
@@ -240,17 +242,19 @@ def _message(report: dict[str, Any]) -> bytes:
     )
 
 
-def _place(report: dict[str, Any]) -> str:
+def _position_text(report: dict[str, Any]) -> str:
     what = f"{report['kind']} of {report['op']}" if report["op"] else report["kind"]
     return f"at {what}, after {report['n']} op{'' if report['n'] == 1 else 's'}  ({report['line']})"
 
 
-def _apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+def _mismatched_ops_text(
+    me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
+) -> str:
     lines = [
         (
             f"the ranks have diverged: all must run the same ops on global tensors, in the same "
             f"order\n  "
-            f"rank {me} {_place(own_report)}\n  rank {rank} {_place(other)}"
+            f"rank {me} {_position_text(own_report)}\n  rank {rank} {_position_text(other)}"
         )
     ]
     if own_report["state"] != other["state"]:
@@ -275,13 +279,15 @@ def _apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
             same_text = at in one and at in two and one[at][0] == two[at][0]
             lines += [
                 f"the first op that differs is number {at + 1}",
-                f"  rank {me} ran {_shown_op(one, at, same_text)}",
-                f"  rank {rank} ran {_shown_op(two, at, same_text)}",
+                f"  rank {me} ran {_op_text(one, at, same_text)}",
+                f"  rank {rank} ran {_op_text(two, at, same_text)}",
             ]
     return "\n".join(lines)
 
 
-def _replicas_apart(me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]) -> str:
+def _mismatched_replicas_text(
+    me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
+) -> str:
     """Return the error text for ranks whose replicas hold different values."""
     pair = next(
         (
@@ -308,7 +314,7 @@ def _op(done: dict[int, tuple[str, ...]], n: int) -> str:
     return f"{done[n][0]}{done[n][2]}" if n in done else ""
 
 
-def _shown_op(done: dict[int, tuple[str, ...]], n: int, operands: bool) -> str:
+def _op_text(done: dict[int, tuple[str, ...]], n: int, operands: bool) -> str:
     """Return an op as errors show it, with the ``operands`` that tell it from another one."""
     if n not in done:
         return "nothing more"
@@ -316,11 +322,11 @@ def _shown_op(done: dict[int, tuple[str, ...]], n: int, operands: bool) -> str:
     return f"{op}{which if operands else ''}  ({line})"
 
 
-def _cut(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= _TEXT else f"{text[: _TEXT - 4]} ..."
 
 
-def _identities(operands: Sequence[GlobalTensor]) -> str:
+def _operand_ids_text(operands: Sequence[GlobalTensor]) -> str:
     """Return text that tells operands of one layout apart: ``" on tensors 3fa1, 07c2"``.
 
     It is the end of each serial. Only tensors on the first one's placement have a serial that its
@@ -330,13 +336,13 @@ def _identities(operands: Sequence[GlobalTensor]) -> str:
     return f" on tensor{'s' if len(ends) > 1 else ''} {', '.join(ends)}" if ends else ""
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, GlobalTensor):
         return repr(value._spec)
     if isinstance(value, torch.Tensor):
         return f"plain {list(value.shape)}"
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_shown, value))}]"
+        return f"[{', '.join(map(_value_text, value))}]"
     if isinstance(value, Sbp):
         return value.short
     known = isinstance(value, (int, float, complex, str, slice, torch.dtype, type(None)))

@@ -37,11 +37,11 @@ _META_CLASS = re.compile(r"torch\.meta\.(\w+)")
 Found = tuple[list[torch.Tensor] | None, Any]
 
 
-class _Known(threading.local):
+class _ThreadMemo(threading.local):
     memo: dict[Any, Found] | None = None
 
 
-_known = _Known()
+_known = _ThreadMemo()
 
 
 @contextlib.contextmanager
@@ -63,53 +63,53 @@ def infer_outputs(
 
     Returns (None, None) if torch has no meta kernel for it, or if the result depends on values."""
     try:
-        return _inferred(func, specs, args, kwargs)
+        return _infer_memoized(func, specs, args, kwargs)
     except Exception as error:
         mark_torch_error(error)
         raise
 
 
-def _inferred(
+def _infer_memoized(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Found:
     """Do the work of `infer_outputs`, or return what it found for the same call."""
     known = _known.memo
     if known is None or torch_private.any_autocast():
-        return _tried(func, specs, args, kwargs)
+        return _try_call(func, specs, args, kwargs)
     try:
         key = (
             func,
             tuple((s.shape, s.dtype) for s in specs),
-            _spelled(args),
-            _spelled(kwargs),
+            _argument_key(args),
+            _argument_key(kwargs),
             torch.get_default_dtype(),
         )
         inferred = known.get(key)
     except TypeError:  # the arguments cannot be hashed
-        return _tried(func, specs, args, kwargs)
+        return _try_call(func, specs, args, kwargs)
     if inferred is None:
         if len(known) >= _MAX_MEMOIZED:
             known.clear()
-        inferred = known[key] = _tried(func, specs, args, kwargs)
+        inferred = known[key] = _try_call(func, specs, args, kwargs)
     return inferred
 
 
-def _spelled(value: Any) -> Any:
+def _argument_key(value: Any) -> Any:
     """Return a key of a pytree of arguments, without the values of tensors.
 
     Numbers of different types have different keys."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (tuple, list)):
-        return type(value), *map(_spelled, value)
+        return type(value), *map(_argument_key, value)
     if isinstance(value, dict):
-        return dict, *((k, _spelled(v)) for k, v in value.items())
+        return dict, *((k, _argument_key(v)) for k, v in value.items())
     if isinstance(value, slice):
-        return slice, *map(_spelled, (value.start, value.stop, value.step))
+        return slice, *map(_argument_key, (value.start, value.stop, value.step))
     return type(value), value
 
 
-def _tried(
+def _try_call(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Found:
     cast = torch_private.any_autocast()

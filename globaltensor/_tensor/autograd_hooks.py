@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-def _given_back(grad: Any, dual: Spec | None) -> Any:
+def _unwrap_hook_result(grad: Any, dual: Spec | None) -> Any:
     """Return this rank's local tensor of what a hook returned in place of a gradient."""
     if grad is None or dual is None:
         return grad
@@ -80,7 +80,7 @@ class _Hook:
         # A leaf may have got other data since.
         leaf = self._owner() if self._owner is not None else None
         dual = (self._spec if leaf is None else leaf._spec).dual()
-        return _given_back(self._hook(GlobalTensor.wrap(local, dual, self._serial)), dual)
+        return _unwrap_hook_result(self._hook(GlobalTensor.wrap(local, dual, self._serial)), dual)
 
 
 class _Handle(RemovableHandle):
@@ -109,13 +109,13 @@ def register_post_accumulate_grad_hook(
     hooks = self.__dict__.setdefault("_accumulated", OrderedDict())
     if "_watched" not in self.__dict__:
         self.__dict__["_watched"] = True
-        _arm(self)
+        _arm_leaf_hooks(self)
     handle = RemovableHandle(hooks)
     hooks[handle.id] = hook
     return handle
 
 
-def _arm(leaf: GlobalTensor) -> None:
+def _arm_leaf_hooks(leaf: GlobalTensor) -> None:
     """Call the hooks of a leaf when its gradient has arrived.
 
     Where other ranks add to the gradient, the reducer calls the hooks. Elsewhere torch does.
@@ -134,7 +134,7 @@ def _arm(leaf: GlobalTensor) -> None:
 def carry(leaf: GlobalTensor, old: Any) -> None:
     """Move the hooks of a leaf's old local tensor ``old`` to its new one."""
     if "_watched" in leaf.__dict__:
-        _arm(leaf)
+        _arm_leaf_hooks(leaf)
     if old._backward_hooks:
         leaf._local._backward_hooks = old._backward_hooks
 
@@ -147,7 +147,7 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
     """
     if accumulated:
         leaf.__dict__["_watched"] = True
-        _arm(leaf)
+        _arm_leaf_hooks(leaf)
     if not hooks:
         return
     owner, spec, watcher = weakref.ref(leaf), leaf._spec, Watcher(reducer().watchers)
@@ -163,7 +163,7 @@ def adopt(leaf: GlobalTensor, hooks: Mapping[int, Callable[[Any], Any]], accumul
         for hook in list(hooks.values()):
             given = hook(grad)
             if given is not None:
-                grad = GlobalTensor.wrap(_given_back(given, dual), dual, given._serial)
+                grad = GlobalTensor.wrap(_unwrap_hook_result(given, dual), dual, given._serial)
         return grad._local
 
     leaf._local.register_hook(run)  # type: ignore[no-untyped-call]
@@ -219,17 +219,19 @@ class _IdentityNode:
         duals, serials = self.duals, self.serials
 
         def run(inputs: Any, outputs: Any) -> Any:
-            given = hook(_global(inputs, duals, serials), _global(outputs, duals, serials))
+            given = hook(
+                _wrap_gradients(inputs, duals, serials), _wrap_gradients(outputs, duals, serials)
+            )
             return (
                 None
                 if given is None
-                else tuple(_given_back(g, d) for g, d in zip(given, duals, strict=True))
+                else tuple(_unwrap_hook_result(g, d) for g, d in zip(given, duals, strict=True))
             )
 
         return self.node.register_hook(run)
 
 
-def _global(
+def _wrap_gradients(
     grads: Sequence[Any], duals: Sequence[Spec | None], serials: Sequence[int | None]
 ) -> tuple[Any, ...]:
     return tuple(
@@ -273,7 +275,7 @@ def _around_module(identity: Callable[..., Any], *tensors: Any) -> Any:
 Note = list[tuple[Spec, Callable[[], Any], int] | None]  # spec, reference, serial
 
 
-def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
+def _unwrap_checkpoint_inputs(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
     """Return a checkpoint's inputs, with local tensors for global ones, and a note of these."""
     note: Note = [
         (t._spec, weakref.ref(t), t._serial) if isinstance(t, GlobalTensor) else None
@@ -282,7 +284,7 @@ def _taken(inputs: Sequence[Any]) -> tuple[list[Any], Note]:
     return list(map(local_of, inputs)), note
 
 
-def _given(parts: Sequence[Any], note: Note) -> list[Any]:
+def _rewrap_checkpoint_inputs(parts: Sequence[Any], note: Note) -> list[Any]:
     """Return the inputs again. A tensor that still exists is returned itself, parameters too."""
     inputs = []
     for part, was in zip(parts, note, strict=True):
@@ -299,4 +301,4 @@ def _given(parts: Sequence[Any], note: Note) -> list[Any]:
 
 def install() -> None:
     torch_private.wrap_module_identity(_around_module)
-    torch_private.wrap_checkpoint_inputs(_taken, _given)
+    torch_private.wrap_checkpoint_inputs(_unwrap_checkpoint_inputs, _rewrap_checkpoint_inputs)

@@ -66,7 +66,7 @@ def save(
         return
     this_world = world()
     _check_same_save(obj, global_dst_rank, options.get("pickle_module", pickle))
-    _one_of(this_world.size, "global_dst_rank", global_dst_rank)
+    _check_rank(this_world.size, "global_dst_rank", global_dst_rank)
     token, sink = (
         GATHERED.set(global_dst_rank),
         _Sink(f if this_world.rank == global_dst_rank else None),
@@ -225,7 +225,7 @@ def load(
     if global_src_rank is None:
         return torch.load(f, map_location, *args, **options)
     this_world = world()
-    _one_of(this_world.size, "global_src_rank", global_src_rank)
+    _check_rank(this_world.size, "global_src_rank", global_src_rank)
     own_header: Any = None
     read_tensors: list[torch.Tensor] = []
     if this_world.rank == global_src_rank:
@@ -285,7 +285,7 @@ def _value(t: torch.Tensor) -> torch.Tensor:
     return t._local
 
 
-def _one_of(size: int, name: str, rank: Any) -> None:
+def _check_rank(size: int, name: str, rank: Any) -> None:
     if not isinstance(rank, int) or not 0 <= rank < size:
         raise WorldError(f"{name}={rank!r}: it must be a rank of this world, 0 to {size - 1}")
 
@@ -293,7 +293,7 @@ def _one_of(size: int, name: str, rank: Any) -> None:
 # ------------------------------------------------------------------------------------------- shards
 
 
-def _held(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
+def _local_box(x: GlobalTensor) -> tuple[torch.Size, torch.Size] | None:
     """Return (offsets, lengths) of this rank's local tensor in the global one.
 
     Return None where it holds nothing: another rank's local tensor may begin at the same place.
@@ -320,7 +320,7 @@ def write_items(self: GlobalTensor, name: str, value: Any) -> list[Any]:
     """Return what this rank could write. One rank writes shards that several ranks hold."""
     from torch.distributed.checkpoint import metadata, planner
 
-    held = _held(self)
+    held = _local_box(self)
     if held is None:
         return []
     data = planner.TensorWriteData(
@@ -341,7 +341,7 @@ def chunk_list(self: GlobalTensor) -> list[Any]:
     """Return the shards that this rank is to read."""
     from torch.distributed.checkpoint import metadata
 
-    held = _held(self)
+    held = _local_box(self)
     return [] if held is None else [metadata.ChunkStorageMetadata(*held)]
 
 
@@ -371,7 +371,7 @@ def _check_all_shards(where: str, shards: Mapping[str, Any], names: Iterable[str
             )
 
 
-def _saving(create: Any) -> Any:
+def _wrap_save_plan(create: Any) -> Any:
     def create_global_plan(self: Any, plans: Any) -> Any:
         made = create(self, plans)
         shards = made[1].state_dict_metadata
@@ -381,7 +381,7 @@ def _saving(create: Any) -> Any:
     return create_global_plan
 
 
-def _loading(create: Any) -> Any:
+def _wrap_load_plan(create: Any) -> Any:
     def create_plan(state_dict: Any, metadata: Any, *args: Any, **options: Any) -> Any:
         _check_all_shards(
             "torch.distributed.checkpoint.load",
@@ -393,7 +393,7 @@ def _loading(create: Any) -> Any:
     return create_plan
 
 
-def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
+def _full_value(value: Any, ranks: tuple[int, ...]) -> Any:
     """Return the full value on these ranks, or on all. Others get a tensor without elements."""
     if not isinstance(value, GlobalTensor):
         return value
@@ -401,7 +401,7 @@ def _whole(value: Any, ranks: tuple[int, ...]) -> Any:
     return value.detach().to_global(placement=where, sbp=[broadcast]).to_local()
 
 
-def _staged(copy: Any, x: Any) -> Any:
+def _copy_to_cpu(copy: Any, x: Any) -> Any:
     """Return a copy on the CPU. A global tensor is copied to the CPUs of the same ranks."""
     if not isinstance(x, GlobalTensor):
         return copy(x)
@@ -417,11 +417,11 @@ def install() -> None:
 
     Also allow the functions that `torch.load` may call in a file of weights.
     """
-    torch_private.wrap_gathered_states(_whole)
-    torch_private.wrap_staged_states(_staged)
+    torch_private.wrap_gathered_states(_full_value)
+    torch_private.wrap_staged_states(_copy_to_cpu)
     planners = "torch.distributed.checkpoint.default_planner"
-    patch(f"{planners}:DefaultSavePlanner.create_global_plan", _saving)
-    patch(f"{planners}:create_default_local_load_plan", _loading)
+    patch(f"{planners}:DefaultSavePlanner.create_global_plan", _wrap_save_plan)
+    patch(f"{planners}:create_default_local_load_plan", _wrap_load_plan)
     GlobalTensor.__create_write_items__ = write_items  # type: ignore[attr-defined]
     GlobalTensor.__create_chunk_list__ = chunk_list  # type: ignore[attr-defined]
     GlobalTensor.__get_tensor_shard__ = tensor_shard  # type: ignore[attr-defined]

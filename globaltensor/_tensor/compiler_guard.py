@@ -72,7 +72,7 @@ def forget() -> None:
     _meeting.clear()
 
 
-def _meets(value: Any) -> bool:
+def _must_not_trace(value: Any) -> bool:
     """Return True if the compiler, about to trace code that uses ``value``, must not do so."""
     if issubclass(type(value), tuple(LEFT_ALONE)):
         _told.met = True
@@ -80,15 +80,17 @@ def _meets(value: Any) -> bool:
     return False
 
 
-def _left(code: CodeType, variables: dict[str, Any], outside: dict[str, Any]) -> bool:
+def _must_run_uncompiled(
+    code: CodeType, variables: dict[str, Any], outside: dict[str, Any]
+) -> bool:
     """Return True if a function that is about to run must run uncompiled, with all that it calls.
 
     ``outside``: the variables of its module.
     """
-    return code in _meeting or _holds_any(code, variables, outside)
+    return code in _meeting or _variables_hold_global(code, variables, outside)
 
 
-def _met(code: CodeType) -> bool:
+def _met_global_tensor(code: CodeType) -> bool:
     """Return True if the function that has just been traced met a global tensor.
 
     It is remembered if it is the user's own: torch's functions serve other code too.
@@ -99,14 +101,14 @@ def _met(code: CodeType) -> bool:
     return met
 
 
-def _tell(whole: bool) -> None:
+def _warn_uncompiled(whole: bool) -> None:
     """Warn that a function is not compiled, once in a process.
 
     Always raise an error where the user wants the ``whole`` of it compiled (fullgraph=True). Where
     a library compiles its own code so (torchao's optimizers do), the user has not asked for it, and
     the code runs uncompiled.
     """
-    if whole and _asked_by_user():
+    if whole and _called_by_user():
         raise CompileError(f"{user_line()}\n{_WHOLE}")
     if _warned[0]:
         return
@@ -118,7 +120,7 @@ def _tell(whole: bool) -> None:
     )
 
 
-def _asked_by_user() -> bool:
+def _called_by_user() -> bool:
     """Return True if the user's own code has called a compiled function."""
     frame = caller_frame()
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
@@ -130,7 +132,7 @@ def _asked_by_user() -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 10)
-def _outside(code: CodeType) -> tuple[str, ...]:
+def _used_global_names(code: CodeType) -> tuple[str, ...]:
     """Return the names of its module that a function uses."""
     return tuple(
         {
@@ -141,7 +143,9 @@ def _outside(code: CodeType) -> tuple[str, ...]:
     )
 
 
-def _holds_any(code: CodeType, variables: dict[str, Any], outside: dict[str, Any]) -> bool:
+def _variables_hold_global(
+    code: CodeType, variables: dict[str, Any], outside: dict[str, Any]
+) -> bool:
     """Return True if a function's variables hold global tensors as it begins, or users of them.
 
     Such users are modules, optimizers and the like. A method need not use what its object has,
@@ -149,18 +153,18 @@ def _holds_any(code: CodeType, variables: dict[str, Any], outside: dict[str, Any
     """
     methods = is_user_code(code) and code.co_name not in _CALLING
     if any(
-        _holds(value, not (methods and name == "self"), _MAX_DEPTH)
+        _holds_global(value, not (methods and name == "self"), _MAX_DEPTH)
         for name, value in variables.items()
     ):
         return True
     return (
-        any(_holds(outside.get(name), True, _MAX_DEPTH) for name in _outside(code))
+        any(_holds_global(outside.get(name), True, _MAX_DEPTH) for name in _used_global_names(code))
         if is_user_code(code)
         else False
     )
 
 
-def _holds(value: Any, calls: bool, depth: int) -> bool:
+def _holds_global(value: Any, calls: bool, depth: int) -> bool:
     kind = type(value)
     if issubclass(kind, tuple(LEFT_ALONE)):
         return True
@@ -169,13 +173,13 @@ def _holds(value: Any, calls: bool, depth: int) -> bool:
     if issubclass(kind, (list, tuple, dict)):
         items: Iterable[Any] = value.values() if issubclass(kind, dict) else value
         return any(
-            _holds(item, calls, depth - 1)
+            _holds_global(item, calls, depth - 1)
             for _, item in zip(range(_MAX_ITEMS), items, strict=False)
         )
-    return calls and _has(value, depth)
+    return calls and _callable_holds_global(value, depth)
 
 
-def _has(value: Any, depth: int) -> bool:
+def _callable_holds_global(value: Any, depth: int) -> bool:
     """Return True if a callable works on global tensors of its own."""
     kind = type(value)
     if issubclass(kind, torch.nn.Module):
@@ -189,20 +193,24 @@ def _has(value: Any, depth: int) -> bool:
             isinstance(p, GlobalTensor) for group in value.param_groups for p in group["params"]
         )
     if issubclass(kind, MethodType):
-        return _has(value.__self__, depth)
+        return _callable_holds_global(value.__self__, depth)
     if issubclass(kind, functools.partial):
         return any(
-            _holds(item, True, depth - 1)
+            _holds_global(item, True, depth - 1)
             for item in (value.func, *value.args, *value.keywords.values())
         )
     if issubclass(kind, type) or not callable(value):
         return False
-    return any(_holds(item, True, depth - 1) for item in getattr(value, "__dict__", {}).values())
+    return any(
+        _holds_global(item, True, depth - 1) for item in getattr(value, "__dict__", {}).values()
+    )
 
 
 def install() -> None:
     """Install the check before torch's compiler, once it is imported, traces a function."""
-    torch_private.watch_compiler(_left, _meets, _met, _tell, _WHOLE)
+    torch_private.watch_compiler(
+        _must_run_uncompiled, _must_not_trace, _met_global_tensor, _warn_uncompiled, _WHOLE
+    )
 
 
 install()

@@ -84,7 +84,7 @@ def gather_specs(
     """
     this_world = world()
     own_description = described(local, placement)
-    target = placement.flat, _arguments(placement, tuple(layout))
+    target = placement.flat, _layout_arguments_text(placement, tuple(layout))
     order = (
         ()
         if isinstance(own_description, TensorKind) or local.is_contiguous()
@@ -110,7 +110,7 @@ def gather_specs(
 
 
 @lru_cache(maxsize=256)
-def _arguments(placement: Placement, layout: tuple[Sbp, ...]) -> str:
+def _layout_arguments_text(placement: Placement, layout: tuple[Sbp, ...]) -> str:
     return f"{placement!r}, sbp={list(layout) if len(layout) > 1 else layout[0]!r}"
 
 
@@ -147,12 +147,14 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
     first, dtype = held[placement.flat[0]]
     if any(d is not dtype for _, d in held.values()):
         raise ShapeError(
-            _told("to_global: the ranks' local tensors have different dtypes", held)
+            _mismatch_text("to_global: the ranks' local tensors have different dtypes", held)
             + "cast them to one dtype first, for example x.float()"
         )
     if any(len(s) != len(first) for s, _ in held.values()):
         raise ShapeError(
-            _told("to_global: the ranks' local tensors have different numbers of dims", held)
+            _mismatch_text(
+                "to_global: the ranks' local tensors have different numbers of dims", held
+            )
             + "pass a local tensor of the same global tensor on every rank"
         )
     canonical = [
@@ -171,7 +173,7 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
         short = " ".join(e.short for e in layout)
         balanced = "; ".join(f"rank {r}: {list(spec.local_shape(r))}" for r in placement.flat[:8])
         raise ShapeError(
-            _told(
+            _mismatch_text(
                 f"to_global: the ranks' local tensors do not form one tensor with sbp {short}", held
             )
             + f"the local shapes of a tensor of shape {shape} would be {balanced}. If n elements "
@@ -181,7 +183,7 @@ def spec_of(held: Mapping[int, Any], placement: Placement, layout: Sequence[Sbp]
     return spec
 
 
-def _told(what: str, held: Mapping[int, Any]) -> str:
+def _mismatch_text(what: str, held: Mapping[int, Any]) -> str:
     rows = [
         f"  rank {r} has {str(d).removeprefix('torch.')}{list(s)}\n"
         for r, (s, d) in list(held.items())[:16]
@@ -241,7 +243,7 @@ def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **opt
             "to_global of None: a rank without inputs must call "
             "flow.utils.global_view.to_global, which gets shapes and dtypes from the other ranks"
         )
-    return _nested(
+    return _convert_nested(
         x,
         lambda path, t: t.to_global(
             placement,
@@ -253,10 +255,12 @@ def to_global(x: Any, placement: Placement | None = None, sbp: Any = None, **opt
 
 def to_local(x: Any, **options: Any) -> Any:
     """Make a tensor, or the tensors in a pytree, local: ``flow.to_local``."""
-    return _nested(x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t)
+    return _convert_nested(
+        x, lambda path, t: t.to_local(**options) if isinstance(t, GlobalTensor) else t
+    )
 
 
-def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
+def _convert_nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") -> Any:
     if isinstance(x, torch.Tensor):
         return change(path, x)
     if isinstance(x, (dict, UserDict)):
@@ -264,9 +268,9 @@ def _nested(x: Any, change: Callable[[str, torch.Tensor], Any], path: str = "") 
         # count the items (a Counter)
         out = copy.copy(x)
         for k, v in x.items():
-            out[k] = _nested(v, change, f"{path}.{k}".lstrip("."))
+            out[k] = _convert_nested(v, change, f"{path}.{k}".lstrip("."))
         return out
     if isinstance(x, (tuple, list)):
-        parts = [_nested(v, change, f"{path}.{i}".lstrip(".")) for i, v in enumerate(x)]
+        parts = [_convert_nested(v, change, f"{path}.{i}".lstrip(".")) for i, v in enumerate(x)]
         return type(x)(*parts) if isinstance(getattr(x, "_fields", None), tuple) else type(x)(parts)
     return x

@@ -20,7 +20,7 @@ from .storage import refuse_parts
 __all__ = ["install"]
 
 
-def _before(target: str, check: Callable[..., None]) -> None:
+def _check_before(target: str, check: Callable[..., None]) -> None:
     """Call ``check`` with the same arguments before a function or method."""
 
     def checking(function: Any) -> Any:
@@ -72,10 +72,10 @@ def _check_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def install() -> None:
-    _before("safetensors.torch:save_model", _check_module)
+    _check_before("safetensors.torch:save_model", _check_module)
     # These two are looked up when safetensors' public functions run, which others may have imported
     # before.
-    _before("safetensors.torch:_flatten_as_ptr", _check_tensors)
-    _before("safetensors.torch:_flatten", _check_tensors)
-    _before("transformers.modeling_utils:PreTrainedModel.save_pretrained", _check_pretrained)
-    _before("accelerate.accelerator:Accelerator.save_model", _check_model)
+    _check_before("safetensors.torch:_flatten_as_ptr", _check_tensors)
+    _check_before("safetensors.torch:_flatten", _check_tensors)
+    _check_before("transformers.modeling_utils:PreTrainedModel.save_pretrained", _check_pretrained)
+    _check_before("accelerate.accelerator:Accelerator.save_model", _check_model)

@@ -30,7 +30,7 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
     """Return the gradient, in the tensor's own sbp. Collective where contributions are pending."""
     leaf, local = x._leaf, x._local.grad
     if leaf is not None:
-        local = leaf.value if local is None else leaf.settle()
+        local = leaf.value if local is None else leaf.flush()
     if local is None:
         return None
     kept = x.__dict__.get("_kept_grad")
@@ -56,7 +56,7 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
     as ``.grad`` is, but a gradient that no code reads is not wrapped.
     """
     if "_kept_grad" not in leaf.__dict__:
-        return True, leaf._leaf.settle() if leaf._leaf is not None else leaf._local.grad
+        return True, leaf._leaf.flush() if leaf._leaf is not None else leaf._local.grad
     grad, spec = get_grad(leaf), _grad_spec(leaf)
     if grad is None:
         return True, None

@@ -173,11 +173,13 @@ def compare_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str)
     if kind is None and torch_private.is_fake(tensor):
         return
     with torch.no_grad(), torch_private.unobserved():
-        digest, text = _content(tensor) if kind is None else _content_of_kind(tensor, kind)
+        digest, text = (
+            _digest_and_text(tensor) if kind is None else _digest_and_text_of_kind(tensor, kind)
+        )
     world().comm(tuple(sorted(ranks))).compare_plain(digest, text, purpose, kind)
 
 
-def _content_of_kind(tensor: torch.Tensor, kind: TensorKind) -> tuple[torch.Tensor, str]:
+def _digest_and_text_of_kind(tensor: torch.Tensor, kind: TensorKind) -> tuple[torch.Tensor, str]:
     """Return digest and text of a tensor of a kind without values in memory of its own.
 
     They are made of the tensor's kind and, if it is sparse, of its contents.
@@ -207,7 +209,7 @@ def _as_number(code: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(code), dtype=torch.int64)
 
 
-def _content(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
+def _digest_and_text(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return a digest [1] of a tensor's shape, dtype and values, and a text that shows them."""
     code, first = content_digest(tensor), flatten(tensor)[:_SHOWN].tolist()
     numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in first)

@@ -80,16 +80,16 @@ def rebuild_global_tensor(
     if header["helper"]:
         out = remade(local, _spec(header), False, is_parameter, reduce_dtype)
         out._local.requires_grad_(requires_grad)
-        return _identified(out, header)
-    spec, this_world = _fitting(header), world()
+        return _restore_serial(out, header)
+    spec, this_world = _spec_in_this_world(header), world()
     if this_world.rank not in spec.placement._coordinates:
         local = placeholder(spec)
     elif not local.is_meta:
         local = local.to(this_world.device(spec.placement.type))
-    return _identified(remade(local, spec, requires_grad, is_parameter, reduce_dtype), header)
+    return _restore_serial(remade(local, spec, requires_grad, is_parameter, reduce_dtype), header)
 
 
-def _identified(out: GlobalTensor, header: _Header) -> GlobalTensor:
+def _restore_serial(out: GlobalTensor, header: _Header) -> GlobalTensor:
     """Give the tensor the serial of the tensor that was written.
 
     Each rank reads what a call of the same program has written. A file of an older version has no
@@ -169,7 +169,7 @@ def _spec(header: _Header) -> Spec:
     )
 
 
-def _fitting(header: _Header) -> Spec:
+def _spec_in_this_world(header: _Header) -> Spec:
     """Return the spec of the tensor here.
 
     Raises PartError where the file does not hold what this rank needs of the tensor.
@@ -184,7 +184,7 @@ def _fitting(header: _Header) -> Spec:
     if header["world"] != this_world.size or (
         need is not None and need != _coordinates(spec, writer)
     ):
-        raise PartError(_refusal(header, spec))
+        raise PartError(_refusal_text(header, spec))
     return spec
 
 
@@ -198,15 +198,15 @@ def _coordinates(spec: Spec, rank: int) -> Any:
     )
 
 
-def _refusal(header: _Header, spec: Spec) -> str:
+def _refusal_text(header: _Header, spec: Spec) -> str:
     this_world, writer, size = world(), header["rank"], header["world"]
     reader = (
-        f"rank {this_world.rank} of {this_world.size} needs {_described(spec, this_world.rank)}"
+        f"rank {this_world.rank} of {this_world.size} needs {_part_text(spec, this_world.rank)}"
     )
     if this_world.size != size:
         reader = f"this is rank {this_world.rank} of a world of {this_world.size}"
     return (
-        f"the saved data holds {_described(spec, writer)} of a global tensor ({spec!r} on "
+        f"the saved data holds {_part_text(spec, writer)} of a global tensor ({spec!r} on "
         f"{spec.placement!r}), written by rank {writer} of a world of {size}, "
         f"but {reader}. Use one of these: each rank writes and reads a file of its own, named by "
         f"rank; or every rank calls "
@@ -216,7 +216,7 @@ def _refusal(header: _Header, spec: Spec) -> str:
     )
 
 
-def _described(spec: Spec, rank: int) -> str:
+def _part_text(spec: Spec, rank: int) -> str:
     found = _coordinates(spec, rank)
     if found is None:
         return "nothing (it is outside the placement)"

@@ -48,7 +48,7 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
     that is read, a copy).
     """
     if value and isinstance(self, RemoteView) and self._local.is_leaf:
-        self.cut()
+        self.detach_from_base()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
     if value and self._local.is_leaf and layout != list(self._spec.layout):
         whole = self._spec.replace(layout=layout)
@@ -144,7 +144,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
         record("setting .data", self, value)
     parameter_gather.reset_prefetch()
     if isinstance(self, RemoteView):
-        self.cut()
+        self.detach_from_base()
     forget_note(self)
     copy_noted_strides(value, self)
     if value._local.dtype is self._local.dtype and value._spec is self._spec:

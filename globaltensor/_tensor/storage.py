@@ -133,7 +133,7 @@ class StorageHandle:
     """
 
     def __init__(self, x: GlobalTensor, itemsize: int = 1) -> None:
-        base = _base(x)
+        base = _view_base(x)
         self._storage, self._spec, self._itemsize, self.device = (
             base._materialize()._local.untyped_storage(),
             x._spec,
@@ -187,7 +187,7 @@ class StorageHandle:
         raise InterfaceError(refusal(f"{name} of a storage", self._spec))
 
 
-def _base(x: GlobalTensor) -> GlobalTensor:
+def _view_base(x: GlobalTensor) -> GlobalTensor:
     """Return the base of a view that needs communication, and any other tensor itself.
 
     The view's own local tensor may be one that it would have to fetch from other ranks.
@@ -197,7 +197,7 @@ def _base(x: GlobalTensor) -> GlobalTensor:
     return x
 
 
-def _asks_part(x: GlobalTensor) -> bool:
+def _local_may_answer(x: GlobalTensor) -> bool:
     """Return True if the local tensor may answer: it is the full value, or there are no values."""
     return is_whole(x._spec, world().rank) or not x._spec.numel
 
@@ -207,12 +207,12 @@ def data_ptr(self: GlobalTensor) -> Any:
 
     An `Address` identifies the memory and cannot be read from.
     """
-    if _asks_part(self):
+    if _local_may_answer(self):
         local = self._materialize()._local
         return (
             torch_private.storage_key(local) if torch_private.is_fake(local) else local.data_ptr()
         )
-    local = _base(self)._materialize()._local
+    local = _view_base(self)._materialize()._local
     if local.is_meta:
         return 0  # as for every tensor on that device
     offset = 0 if isinstance(self, RemoteView) else local.storage_offset() * local.element_size()
@@ -220,19 +220,19 @@ def data_ptr(self: GlobalTensor) -> Any:
 
 
 def untyped_storage(self: GlobalTensor) -> Any:
-    return local_of(self).untyped_storage() if _asks_part(self) else StorageHandle(self)
+    return local_of(self).untyped_storage() if _local_may_answer(self) else StorageHandle(self)
 
 
 def storage(self: GlobalTensor) -> Any:
     return (
         local_of(self).storage()
-        if _asks_part(self)
+        if _local_may_answer(self)
         else StorageHandle(self, self._spec.dtype.itemsize)
     )
 
 
 def typed_storage(self: GlobalTensor) -> Any:
-    if not _asks_part(self):
+    if not _local_may_answer(self):
         return StorageHandle(self, self._spec.dtype.itemsize)
     return torch.TypedStorage(
         wrap_storage=local_of(self).untyped_storage(), dtype=self._spec.dtype, _internal=True
@@ -245,9 +245,9 @@ def storage_offset(self: GlobalTensor) -> int:
     Raises StorageError for a view of a sharded tensor: its offset is another number on each rank.
     A view that needed communication is a copy, which has no offset in its base.
     """
-    if isinstance(self, RemoteView) and not _asks_part(_base(self)):
+    if isinstance(self, RemoteView) and not _local_may_answer(_view_base(self)):
         refuse("storage_offset() of a view", self)
-    if _asks_part(self) or not any(e.is_split for e in self._spec.layout):
+    if _local_may_answer(self) or not any(e.is_split for e in self._spec.layout):
         return self._materialize()._local.storage_offset()
     if self._memory is not None and self._memory.viewed:
         refuse("storage_offset() of a view", self)
@@ -268,7 +268,7 @@ def is_set_to(self: GlobalTensor, other: Any) -> bool:
 def refuse_parts(what: str, values: Iterable[Any]) -> None:
     """Raise StorageError if one of the values is a sharded tensor."""
     for x in values:
-        if isinstance(x, GlobalTensor) and not _asks_part(x):
+        if isinstance(x, GlobalTensor) and not _local_may_answer(x):
             refuse(what, x)
 
 
@@ -291,7 +291,7 @@ def cuda_array_interface(self: GlobalTensor) -> Any:
     return local_of(self).__cuda_array_interface__
 
 
-class _Absent:
+class _AbsentAttribute:
     """An attribute that a class lacks although its base has it.
 
     Code that looks for the attribute then takes another path.
@@ -301,7 +301,7 @@ class _Absent:
         raise AttributeError("a global tensor has no such attribute")
 
 
-def _in_memory(x: Any) -> Any:
+def _dlpack_source(x: Any) -> Any:
     return held(x, "DLPack") if isinstance(x, GlobalTensor) else x
 
 
@@ -333,7 +333,7 @@ METHODS: dict[str, Any] = {
     "is_set_to": is_set_to, "share_memory_": share_memory_, "__dlpack__": dlpack,
     "__dlpack_device__": dlpack_device,
     "__cuda_array_interface__": property(cuda_array_interface),
-    "__dlpack_c_exchange_api__": _Absent(),
+    "__dlpack_c_exchange_api__": _AbsentAttribute(),
 }  # fmt: skip
 if hasattr(torch.Tensor, "const_data_ptr"):
     METHODS["const_data_ptr"] = data_ptr
@@ -343,7 +343,7 @@ def _method(name: str) -> Any:
     return lambda func, args, kwargs: METHODS[name](*args, **kwargs)
 
 
-def _answered_by(name: str) -> Any:
+def _method_handler(name: str) -> Any:
     """Return a handler that calls a method of GlobalTensor, or answers False for a plain tensor.
 
     It is for functions that may be called on a plain tensor, with a global one among their other
@@ -388,7 +388,7 @@ HANDLERS: dict[Any, Any] = {
     for name, method in METHODS.items()
     if callable(method) and name not in ("_typed_storage", "is_set_to")
 }
-HANDLERS[torch.Tensor.is_set_to] = _answered_by("is_set_to")
+HANDLERS[torch.Tensor.is_set_to] = _method_handler("is_set_to")
 HANDLERS[torch.Tensor.__cuda_array_interface__.__get__] = lambda func, args, kwargs: (
     cuda_array_interface(*args)
 )  # type: ignore[attr-defined]
@@ -399,4 +399,4 @@ def install() -> None:
     """Make torch functions that cannot be overridden refuse tensors without memory."""
     torch_private.guard_data(_check_data)
     torch_private.guard_swap(_swap)
-    torch_private.wrap_dlpack(_in_memory)
+    torch_private.wrap_dlpack(_dlpack_source)

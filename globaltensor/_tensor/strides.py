@@ -73,7 +73,7 @@ def differ(spec: Spec) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def hidden(spec: Spec) -> bool:
+def strides_ambiguous(spec: Spec) -> bool:
     """Return True if local tensors may not show the memory order of dims.
 
     They `differ`, or all have size 1 in a dim. The latter counts for matrices only. In more dims
@@ -115,7 +115,7 @@ def permutes(
         and len(result_factors) == len(base_factors) == len(factors)
         and None not in factors
         and factors == set(base_factors)
-        and hidden(spec.plain)
+        and strides_ambiguous(spec.plain)
     )
 
 
@@ -206,7 +206,7 @@ def results(
         torch_private.unobserved(),
         torch_private.real_tensors(),
     ):
-        source = _on_meta(base, strides)
+        source = _meta_with_strides(base, strides)
         out = call(source)
         if copies and not _share_storage(source, out):
             return None
@@ -237,10 +237,10 @@ def device_strides(x: GlobalTensor) -> tuple[int, ...]:
         # A tensor that shares no memory has no gaps.
         whole: tuple[int, ...] = stride(x)
         return whole
-    return _of_whole(x.shape, x._local)
+    return _global_strides(x.shape, x._local)
 
 
-def _of_whole(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
+def _global_strides(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a tensor with this shape, given those of its local tensor."""
     sizes, steps = local.shape, list(local.stride())
     split_dims = [d for d, n in enumerate(shape) if n != sizes[d] and steps[d]]
@@ -254,7 +254,7 @@ def _of_whole(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
     return tuple(steps)
 
 
-def _on_meta(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _meta_with_strides(x: GlobalTensor, strides: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device="meta")
 
 
@@ -276,22 +276,22 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
         )
     ):
         out = local.stride()
-    elif not hidden(self._spec.plain) and local.dim() == len(shape):
-        out = _in_order(shape, local.stride())
+    elif not strides_ambiguous(self._spec.plain) and local.dim() == len(shape):
+        out = _dense_strides(shape, local.stride())
     else:
         found = note_of(self)
-        out = by_rows(shape) if found is None else _without_gaps(shape, found.strides)
+        out = by_rows(shape) if found is None else _drop_gaps(shape, found.strides)
     return out if dim is None else out[dim]
 
 
-def _without_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _drop_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return strides of one device as they are, or, if they leave gaps, those without gaps."""
     spread = [(n, s) for n, s in zip(shape, strides, strict=True) if s]
     dense = sum((n - 1) * s for n, s in spread if n > 1) + 1 == math.prod(n for n, _ in spread)
-    return strides if dense else _in_order(shape, strides)
+    return strides if dense else _dense_strides(shape, strides)
 
 
-def _in_order(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+def _dense_strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a dense tensor of this shape with dims in the order of ``strides``."""
     steps, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
@@ -311,7 +311,7 @@ def is_contiguous(
         if part_tells(self) or note_of(self) is not None or "_origin" in self.__dict__
         else by_rows(self.shape)
     )
-    return _on_meta(self, strides).is_contiguous(memory_format=memory_format)
+    return _meta_with_strides(self, strides).is_contiguous(memory_format=memory_format)
 
 
 def local_strides_tell(x: GlobalTensor) -> bool:

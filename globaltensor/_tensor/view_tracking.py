@@ -108,10 +108,10 @@ class RemoteView(PendingTensor):
         )
         link_alias(source, out)
         out._spec, out._serial = spec, 0
-        out.follow(local, origin)
+        out.rebind(local, origin)
         return cast(GlobalTensor, out)
 
-    def follow(self, local: torch.Tensor, origin: Origin) -> None:
+    def rebind(self, local: torch.Tensor, origin: Origin) -> None:
         """Show what ``origin`` describes from now on, which is ``local`` at present."""
         self._local = local
         self.__dict__.update(_origin=origin, _seen=self._memory.writes)  # type: ignore[union-attr]
@@ -135,7 +135,7 @@ class RemoteView(PendingTensor):
                         why="a view of what was written into",
                         alias=False,
                     )
-            self.follow(local, origin)
+            self.rebind(local, origin)
         return self
 
     @property
@@ -161,16 +161,16 @@ class RemoteView(PendingTensor):
         """Detach the view and its base from the graph."""
         source, taken, index, _ = self.__dict__["_origin"]
         local = self._materialize()._local.detach()
-        self.follow(local, (alias_of(source, detached=True), taken, index, False))
+        self.rebind(local, (alias_of(source, detached=True), taken, index, False))
 
-    def cut(self) -> None:
+    def detach_from_base(self) -> None:
         """Make the view an independent tensor."""
         local = self._materialize()._local
         del self.__dict__["_origin"], self.__dict__["_seen"]
         self.__class__ = SlottedGlobalTensor  # type: ignore[assignment]
         self._local, self._memory = local, None
 
-    def write_on(self) -> None:
+    def write_through(self) -> None:
         """Write the view's values into its base too."""
         local = self._stored
         source, taken, index, _ = origin = self.__dict__["_origin"]
@@ -184,11 +184,11 @@ class RemoteView(PendingTensor):
             ids: Any = torch.arange(source.numel()).view(source.shape)
             shown = taken(ids)
             if _overlaps(shown):
-                source.copy_(_put_changed(source, shown, value, taken(source)))
+                source.copy_(_copy_with_changes(source, shown, value, taken(source)))
                 # the view is computed again: other positions of a written element show it too
                 return
             source.copy_(source.put(shown, value))
-        self.follow(local, origin)
+        self.rebind(local, origin)
 
 
 def _with_view_written(
@@ -220,7 +220,7 @@ def _overlaps(view: torch.Tensor) -> bool:
     return False
 
 
-def _put_changed(source: GlobalTensor, shown: Any, value: Any, before: Any) -> Any:
+def _copy_with_changes(source: GlobalTensor, shown: Any, value: Any, before: Any) -> Any:
     """Return a copy of ``source`` with the changes of a view.
 
     The view may show an element several times. It changed from ``before`` to ``value``. ``shown``:
@@ -267,7 +267,7 @@ def finish_inplace(target: GlobalTensor) -> GlobalTensor:
     """
     if isinstance(target, RemoteView):
         try:
-            target.write_on()
+            target.write_through()
         except Exception:
             # The base refused the write: all views of it show its values again.
             target._memory.writes += 1  # type: ignore[union-attr]

@@ -50,7 +50,7 @@ def box(
     if is_zero_tensor(local):
         local = local.clone()
     if local.requires_grad and torch.is_grad_enabled():
-        return _differentiable(local, src, dst, grad, why, alias)
+        return _run_differentiable(local, src, dst, grad, why, alias)
     route = plan_boxing(src, dst)
     record_boxing(route, why)
     return _run(route, local, alias, why)
@@ -63,7 +63,7 @@ def _run(route: BoxingPlan, local: Tensor, alias: bool, why: str) -> Tensor:
     return out
 
 
-def _differentiable(
+def _run_differentiable(
     local: Tensor, src: Spec, dst: Spec, grad: Spec | None, why: str, alias: bool
 ) -> Tensor:
     if grad is not None and (grad.placement is not src.placement or grad.shape != src.shape):
@@ -107,18 +107,18 @@ def _reduce_odd_partials(local: Tensor, src: Spec, dst: Spec, why: str) -> tuple
     return local, src
 
 
-def _back(gradient: Tensor, src: Spec, dst: Spec, why: str) -> Tensor:
+def _box_gradient(gradient: Tensor, src: Spec, dst: Spec, why: str) -> Tensor:
     """Box a gradient, differentiably where the backward pass asks for it (create_graph)."""
     if src is dst:
         return gradient
     if gradient.requires_grad and torch.is_grad_enabled():
-        return _differentiable(gradient, src, dst, None, why, True)
+        return _run_differentiable(gradient, src, dst, None, why, True)
     route = plan_boxing(src, dst)
     record_boxing(route, why)
     return run(route, gradient, why)
 
 
-def _crosses(route: BoxingPlan) -> bool:
+def _crosses_placements(route: BoxingPlan) -> bool:
     return route.src.placement is not route.dst.placement
 
 
@@ -161,7 +161,9 @@ class _Box(torch.autograd.Function):
     ) -> Tensor:
         ctx.route, ctx.grad, ctx.why = route, grad, why
         out = _run(route, local, alias, why)
-        ctx.away = _crosses(route) and world().rank not in route.dst.placement._coordinates
+        ctx.away = (
+            _crosses_placements(route) and world().rank not in route.dst.placement._coordinates
+        )
         ctx.save_for_backward(out if ctx.away else NOTHING)
         # Detach the view of its buffer, which no other code holds: autograd forbids writing into a
         # view made here.
@@ -176,11 +178,20 @@ class _Box(torch.autograd.Function):
             gradient = gradient.to_dense()
         gradient_spec, input_gradient_spec = route.dst.dual(), route.src.dual()
         saved = ctx.saved_tensors  # read before anything is sent
-        if torch.is_grad_enabled() and _crosses(route):
+        if torch.is_grad_enabled() and _crosses_placements(route):
             gradient = _agree(gradient, route, saved if ctx.away else ())
         if ctx.grad is not None:
-            gradient, gradient_spec = _back(gradient, gradient_spec, ctx.grad, why), ctx.grad
-        return _back(gradient, gradient_spec, input_gradient_spec, why), None, None, None, None
+            gradient, gradient_spec = (
+                _box_gradient(gradient, gradient_spec, ctx.grad, why),
+                ctx.grad,
+            )
+        return (
+            _box_gradient(gradient, gradient_spec, input_gradient_spec, why),
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 class _Extreme(torch.autograd.Function):
@@ -194,7 +205,7 @@ class _Extreme(torch.autograd.Function):
         out = run(route, local)
         if out is local or out.data_ptr() == local.data_ptr():
             out = out.clone()
-        ctx.route, ctx.away = route, _outside(local, route)
+        ctx.route, ctx.away = route, _is_nonmember(local, route)
         if ctx.away:
             ctx.save_for_backward(NOTHING)
         else:
@@ -204,10 +215,11 @@ class _Extreme(torch.autograd.Function):
             is_extreme = (local == out).to(out.dtype)
             ones = route.dst.replace(
                 layout=[
-                    partial_sum if a in axes else e for a, e in enumerate(_plain(route.dst).layout)
+                    partial_sum if a in axes else e
+                    for a, e in enumerate(_without_partials(route.dst).layout)
                 ]
             )
-            counting = plan_boxing(ones, _plain(route.dst))
+            counting = plan_boxing(ones, _without_partials(route.dst))
             record_boxing(counting, "backward of a partial max or min: ranks that share it")
             ctx.save_for_backward(is_extreme / run(counting, is_extreme))
         return out
@@ -215,10 +227,10 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (share,) = ctx.saved_tensors
-        whole = _back(
+        whole = _box_gradient(
             gradient,
             ctx.route.dst.dual(),
-            _reduced(ctx.route),
+            _gradient_spec(ctx.route),
             "backward of a partial max or min",
         )
         return whole if ctx.away else whole * share, None
@@ -244,19 +256,19 @@ class _Norm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         local, out = ctx.saved_tensors
-        whole = _back(
+        whole = _box_gradient(
             gradient,
             ctx.route.dst.dual(),
-            _reduced(ctx.route),
+            _gradient_spec(ctx.route),
             "backward of a partial norm",
         )
-        if _outside(local, ctx.route):
+        if _is_nonmember(local, ctx.route):
             return whole, None
         ratio = local / torch.where(out == 0, torch.ones_like(out), out)
         return whole * (ratio.sign() * ratio.abs().pow(ctx.p - 1)), None
 
 
-def _reduced(route: BoxingPlan) -> Spec:
+def _gradient_spec(route: BoxingPlan) -> Spec:
     """Return the spec in which the gradient of the reduced tensor is replicated.
 
     It is the dual of the source: the dual of a partial max, min or norm is broadcast.
@@ -264,7 +276,7 @@ def _reduced(route: BoxingPlan) -> Spec:
     return route.src.dual()
 
 
-def _plain(spec: Spec) -> Spec:
+def _without_partials(spec: Spec) -> Spec:
     """Return the spec with broadcast in place of what is still partial.
 
     Each rank counts for itself on those axes.
@@ -272,5 +284,5 @@ def _plain(spec: Spec) -> Spec:
     return spec.replace(layout=[broadcast if e.kind == "partial" else e for e in spec.layout])
 
 
-def _outside(local: Tensor, route: BoxingPlan) -> bool:
+def _is_nonmember(local: Tensor, route: BoxingPlan) -> bool:
     return world().rank not in route.src.placement._coordinates

@@ -66,7 +66,7 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     try:
         if route.bytes and profiling():
             with record_function(range_name(route)):
-                return _stepped(cast("list[Step]", program), local, this_world)
+                return _run_steps(cast("list[Step]", program), local, this_world)
         for step in cast("list[Step]", program):
             local = step(local, this_world)
     finally:
@@ -74,7 +74,7 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
     return local
 
 
-def _stepped(program: list[Step], local: Tensor, this_world: World) -> Tensor:
+def _run_steps(program: list[Step], local: Tensor, this_world: World) -> Tensor:
     for step in program:
         local = step(local, this_world)
     return local
@@ -92,24 +92,24 @@ def _compile(
                 program.append(
                     step
                     if carrier is None or move.kind in ("all_reduce", "reduce_scatter")
-                    else _carried(step, carrier, move.dst.dtype)
+                    else _run_as_carrier(step, carrier, move.dst.dtype)
                 )
     return program
 
 
-def _carried(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
+def _run_as_carrier(step: Step, carrier: torch.dtype, dtype: torch.dtype) -> Step:
     def carried(t: Tensor, this_world: World) -> Tensor:
         return step(t.resolve_conj().view(carrier), this_world).view(dtype)
 
     return carried
 
 
-def _relative(inner: Box, outer: Box) -> Slices:
+def _relative_slices(inner: Box, outer: Box) -> Slices:
     """Return the slices of a box inside another one that contains it."""
     return tuple(slice(a - o, a - o + n) for a, n, o in zip(*inner, outer[0], strict=True))
 
 
-def _common(a: Box, b: Box) -> Box:
+def _intersection(a: Box, b: Box) -> Box:
     """Return the intersection of two boxes: of length 0 in each dim where they are disjoint."""
     low = tuple(map(max, a[0], b[0]))
     high = tuple(min(o + n, p + m) for o, n, p, m in zip(*a, *b, strict=True))
@@ -128,14 +128,14 @@ def _slice(move: Move, rank: int) -> Step:
     type_ = move.dst.placement.type
     other_device = type_ != move.src.placement.type
     if rank not in move.dst.placement._coordinates:
-        return _vanish(type_)
+        return _drop_local(type_)
     shape = move.dst.local_shape(rank)
     if 0 in shape:
         # This rank need not hold anything of the source.
         return lambda t, this_world: torch.empty(
             shape, dtype=t.dtype, device=this_world.device(type_)
         )
-    where = _relative(move.dst.box(rank), move.src.box(rank))
+    where = _relative_slices(move.dst.box(rank), move.src.box(rank))
 
     def step(t: Tensor, this_world: World) -> Tensor:
         part = t[where] if where else t
@@ -144,7 +144,7 @@ def _slice(move: Move, rank: int) -> Step:
     return step
 
 
-def _vanish(type_: str) -> Step:
+def _drop_local(type_: str) -> Step:
     return lambda t, this_world: torch.empty(0, dtype=t.dtype, device=this_world.outside(type_))
 
 
@@ -162,7 +162,10 @@ def _mask(move: Move, rank: int) -> Step | None:
 
 
 def _pad(move: Move, rank: int) -> Step:
-    shape, where = move.dst.local_shape(rank), _relative(move.src.box(rank), move.dst.box(rank))
+    shape, where = (
+        move.dst.local_shape(rank),
+        _relative_slices(move.src.box(rank), move.dst.box(rank)),
+    )
     around = []  # the rest of the result, so that each element is written once
     for dim, (part, n) in enumerate(zip(where, shape, strict=True)):
         around += [
@@ -190,7 +193,7 @@ def _reduction(move: Move) -> tuple[str, float]:
     return ("max", p) if p == math.inf else ("sum" if p else reduce, p)
 
 
-def _powered(collective: Step, p: float) -> Step:
+def _reduce_powers(collective: Step, p: float) -> Step:
     """Reduce norms as sums of powers, half types in float32."""
     if not p or p == math.inf:
         return collective
@@ -206,14 +209,14 @@ def _all_reduce(move: Move, rank: int) -> Step | None:
     peers, (op, p) = _peers(move, rank), _reduction(move)
     if 0 in move.dst.local_shape(rank):
         return None
-    return _powered(lambda t, this_world: this_world.comm(peers).all_reduce(t, op), p)
+    return _reduce_powers(lambda t, this_world: this_world.comm(peers).all_reduce(t, op), p)
 
 
 def _reduce_scatter(move: Move, rank: int) -> Step:
     peers, (op, p) = _peers(move, rank), _reduction(move)
     own_box = move.src.box(rank)
-    chunks = [_relative(move.dst.box(r), own_box) for r in peers]
-    return _powered(
+    chunks = [_relative_slices(move.dst.box(r), own_box) for r in peers]
+    return _reduce_powers(
         lambda t, this_world: this_world.comm(peers).reduce_scatter(
             [t[where] for where in chunks], op
         ),
@@ -221,7 +224,7 @@ def _reduce_scatter(move: Move, rank: int) -> Step:
     )
 
 
-def _leading(shape: Sequence[int], dim: int) -> bool:
+def _pieces_are_contiguous(shape: Sequence[int], dim: int) -> bool:
     """Return True if pieces along ``dim`` are contiguous in memory, one after the other."""
     return all(n == 1 for n in shape[:dim])
 
@@ -238,7 +241,7 @@ def _all_gather(move: Move, rank: int) -> Step:
     )
     shapes = [move.src.local_shape(r) for r in peers]
     numels = [math.prod(s) for s in shapes]
-    if not _leading(shape, dim):
+    if not _pieces_are_contiguous(shape, dim):
         return lambda t, this_world: _join(
             this_world.comm(peers).all_gather(t, numels, fresh=False), shapes, dim
         )
@@ -258,13 +261,13 @@ def _all_to_all(move: Move, rank: int) -> Step:
         move.dst.local_shape(rank),
     )
     before, after = move.src.box(rank), move.dst.box(rank)
-    sends = [_relative(_common(before, move.dst.box(r)), before) for r in peers]
-    shapes = [_common(move.src.box(r), after)[1] for r in peers]
+    sends = [_relative_slices(_intersection(before, move.dst.box(r)), before) for r in peers]
+    shapes = [_intersection(move.src.box(r), after)[1] for r in peers]
     numels, longest = (
         [math.prod(s) for s in shapes],
         max(move.src.local_numel(), move.dst.local_numel()),
     )
-    if not _leading(shape, dim):
+    if not _pieces_are_contiguous(shape, dim):
         return lambda t, this_world: _join(
             this_world.comm(peers).all_to_all(
                 [t[where] for where in sends], numels, fresh=False, longest=longest
@@ -344,7 +347,7 @@ _STEPS: Final[dict[str, Callable[[Move, int], Step | None]]] = {
 }
 
 
-def _meet(move: Move, rank: int) -> Step | None:
+def _dry_collective(move: Move, rank: int) -> Step | None:
     """Compile a move that needs other ranks for a dry run: only the result's shape is right."""
     src, dst = move.src, move.dst
     peers = (
@@ -377,4 +380,6 @@ def _meet(move: Move, rank: int) -> Step | None:
     return step
 
 
-_DRY_STEPS: Final = {kind: step if kind in LOCAL else _meet for kind, step in _STEPS.items()}
+_DRY_STEPS: Final = {
+    kind: step if kind in LOCAL else _dry_collective for kind, step in _STEPS.items()
+}

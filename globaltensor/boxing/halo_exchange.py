@@ -43,7 +43,7 @@ class HaloPlan:
         wanted: Sequence[Sequence[Interval]],
     ) -> None:
         self.ranks, self.index = tuple(ranks), list(ranks).index(rank)
-        every = _chunks(held, wanted)
+        every = _source_chunks(held, wanted)
         #: (index of the holder, offset in its shard, length), in the order of the fetched tensor
         self.chunks = every[self.index]
         self.length = sum(n for _, _, n in self.chunks)
@@ -72,23 +72,24 @@ def most_fetched(held: Sequence[Interval], wanted: Sequence[Sequence[Interval]])
     ``held``, ``wanted``: as in `HaloPlan`.
     """
     return max(
-        sum(n for q, _, n in chunks if q != i) for i, chunks in enumerate(_chunks(held, wanted))
+        sum(n for q, _, n in chunks if q != i)
+        for i, chunks in enumerate(_source_chunks(held, wanted))
     )
 
 
-def _chunks(
+def _source_chunks(
     held: Sequence[Interval], wanted: Sequence[Sequence[Interval]]
 ) -> list[list[tuple[int, int, int]]]:
     """Return the pieces of each rank: (index of the holder, offset in its shard, length)."""
     order = sorted((a, b, q) for q, (a, b) in enumerate(held) if a < b)
     ends = [b for _, b, _ in order]
     return [
-        [chunk for interval in intervals for chunk in _parts(order, ends, interval)]
+        [chunk for interval in intervals for chunk in _interval_chunks(order, ends, interval)]
         for intervals in wanted
     ]
 
 
-def _parts(
+def _interval_chunks(
     order: Sequence[tuple[int, int, int]], ends: Sequence[int], interval: Interval
 ) -> Iterator[tuple[int, int, int]]:
     start, stop = interval
@@ -120,33 +121,37 @@ def fetch_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
         )
     log.exchange(
         f"halo along dim {dim}",
-        sum(reach.taken().values()) * torch.Size(_sized(local, dim, 1)).numel() * local.itemsize,
+        sum(reach.taken().values())
+        * torch.Size(_shape_with(local, dim, 1)).numel()
+        * local.itemsize,
     )
     with log.exchanges(f"halo along dim {dim}"):
         return _Fetch.apply(local, dim, reach)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _sized(like: Tensor, dim: int, n: int) -> list[int]:
+def _shape_with(like: Tensor, dim: int, n: int) -> list[int]:
     return [*like.shape[:dim], n, *like.shape[dim + 1 :]]
 
 
-def _joined(t: Tensor, dim: int, places: Sequence[tuple[int, int]]) -> Tensor:
+def _cat_intervals(t: Tensor, dim: int, places: Sequence[tuple[int, int]]) -> Tensor:
     parts = [t.narrow(dim, a, n) for a, n in places]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
+def _exchange_halo(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
     rest = (
         local.numel() // local.shape[dim]
         if local.shape[dim]
-        else torch.Size(_sized(local, dim, 1)).numel()
+        else torch.Size(_shape_with(local, dim, 1)).numel()
     )
     taken = reach.taken()
     sends = {
-        i: _joined(local, dim, places) for i, places in reach.outgoing.items() if i != reach.index
+        i: _cat_intervals(local, dim, places)
+        for i, places in reach.outgoing.items()
+        if i != reach.index
     }
     came = world().comm(reach.ranks).exchange(sends, {q: n * rest for q, n in taken.items()}, local)
-    whole = {q: flat.view(_sized(local, dim, taken[q])) for q, flat in came.items()}
+    whole = {q: flat.view(_shape_with(local, dim, taken[q])) for q, flat in came.items()}
     read = dict.fromkeys(taken, 0)
     parts = []
     for q, a, n in reach.chunks:
@@ -155,21 +160,21 @@ def _fetched(local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
         else:
             parts.append(whole[q].narrow(dim, read[q], n))
             read[q] += n
-    return torch.cat(parts, dim) if parts else local.new_empty(_sized(local, dim, 0))
+    return torch.cat(parts, dim) if parts else local.new_empty(_shape_with(local, dim, 0))
 
 
-def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
+def _return_gradients(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
     rest = (
         fetched.numel() // fetched.shape[dim]
         if fetched.shape[dim]
-        else torch.Size(_sized(fetched, dim, 1)).numel()
+        else torch.Size(_shape_with(fetched, dim, 1)).numel()
     )
     places: dict[int, list[tuple[int, int]]] = {}
     at = 0
     for q, _, n in reach.chunks:
         places.setdefault(q, []).append((at, n))
         at += n
-    back = {q: _joined(fetched, dim, pieces) for q, pieces in places.items()}
+    back = {q: _cat_intervals(fetched, dim, pieces) for q, pieces in places.items()}
     own_part = back.pop(reach.index, None)
     expected = {
         i: sum(n for _, n in pieces) for i, pieces in reach.outgoing.items() if i != reach.index
@@ -179,11 +184,11 @@ def _returned(fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor
         .comm(reach.ranks)
         .exchange(back, {i: n * rest for i, n in expected.items()}, fetched)
     )
-    out = fetched.new_zeros(_sized(fetched, dim, length))
+    out = fetched.new_zeros(_shape_with(fetched, dim, length))
     # in the order of ranks, so that the sum is the same every time
     for i, pieces in sorted(reach.outgoing.items()):
         part, at = (
-            own_part if i == reach.index else came[i].view(_sized(fetched, dim, expected[i])),
+            own_part if i == reach.index else came[i].view(_shape_with(fetched, dim, expected[i])),
             0,
         )
         assert part is not None
@@ -197,7 +202,7 @@ class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, dim: int, reach: HaloPlan) -> Tensor:
         ctx.dim, ctx.reach, ctx.length = dim, reach, local.shape[dim]
-        return _fetched(local.detach(), dim, reach)
+        return _exchange_halo(local.detach(), dim, reach)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -211,7 +216,7 @@ class _Return(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fetched: Tensor, dim: int, reach: HaloPlan, length: int) -> Tensor:
         ctx.dim, ctx.reach = dim, reach
-        return _returned(fetched.detach(), dim, reach, length)
+        return _return_gradients(fetched.detach(), dim, reach, length)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -233,10 +238,10 @@ def all_gather_small(t: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """
     log.exchange(_TOTALS, (len(ranks) - 1) * t.nbytes)
     with log.exchanges(_TOTALS):
-        return _HaloShare.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
+        return _AllGatherSmall.apply(t, ranks)  # type: ignore[no-any-return, no-untyped-call]
 
 
-class _HaloShare(torch.autograd.Function):
+class _AllGatherSmall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, t: Tensor, ranks: tuple[int, ...]) -> Tensor:
         ctx.ranks = ranks
@@ -249,10 +254,10 @@ class _HaloShare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         with log.exchanges(f"backward of {_TOTALS}"):
-            return _Collect.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+            return _ReduceScatterSmall.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
 
 
-class _Collect(torch.autograd.Function):
+class _ReduceScatterSmall(torch.autograd.Function):
     """The transpose of a share."""
 
     @staticmethod
@@ -263,4 +268,4 @@ class _Collect(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         with log.exchanges(f"backward of backward of {_TOTALS}"):
-            return _HaloShare.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]
+            return _AllGatherSmall.apply(grads[0], ctx.ranks), None  # type: ignore[no-untyped-call]

@@ -253,7 +253,7 @@ def check(route: BoxingPlan, why: str) -> None:
         or why.startswith((EXPLICIT, "backward of"))
     ):
         return
-    target = ", ".join(_spell(e.kind, e.dim, e.reduce) for e in route.dst.layout)
+    target = ", ".join(_entry_text(e.kind, e.dim, e.reduce) for e in route.dst.layout)
     placement = (
         "" if route.src.placement is route.dst.placement else f"placement={route.dst.placement!r}, "
     )
@@ -297,7 +297,7 @@ def describe(spec: Spec) -> str:
     return f"{spec!r} on {show_placement(spec.placement)}"
 
 
-def _spell(kind: str, dim: int, reduce: str) -> str:
+def _entry_text(kind: str, dim: int, reduce: str) -> str:
     return (
         f"split({dim})"
         if kind == "split"

@@ -82,11 +82,11 @@ class MoveCosts:
             to = after if all(e.unit == 1 for e in after) else self.spec(after).layout
             nbytes, seconds = self.price(kind, axes, self.nbytes(before), self.nbytes(to))
             if kind in RELAID and self.cluster.measured:
-                seconds = self._relaid(kind, axes, before, to, seconds)
+                seconds = self._add_copy_seconds(kind, axes, before, to, seconds)
             priced_move = self._costs[key] = to, nbytes, seconds
         return priced_move
 
-    def _relaid(
+    def _add_copy_seconds(
         self, kind: str, axes: tuple[int, ...], before: Layout, after: Layout, seconds: float
     ) -> float:
         """Return the seconds of a move with the copies that its pieces need.
@@ -101,8 +101,8 @@ class MoveCosts:
         for entry, nbytes in (sent, came):
             more = self.cluster.relayout_seconds(nbytes) if entry.kind == "split" else None
             if more is not None and kind != "slice":
-                seconds += 0.0 if _first(entry.dim, self.spec(before)) else more
-            elif more is not None and _first(entry.dim, self.spec(before)):
+                seconds += 0.0 if _pieces_are_contiguous(entry.dim, self.spec(before)) else more
+            elif more is not None and _pieces_are_contiguous(entry.dim, self.spec(before)):
                 seconds = self.cluster.memory_latency
         return seconds
 
@@ -161,7 +161,7 @@ def move_costs(
 @lru_cache(maxsize=1 << 13)
 def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     nbytes, peers, pair = _traffic(src, dst, cluster.node_size)
-    copied = _copied(src, dst, nbytes, cluster)
+    copied = _copy_seconds(src, dst, nbytes, cluster)
     if not nbytes:
         return 0, cluster.memory_latency + copied
     # One peer on another node is enough for the slower links.
@@ -170,7 +170,7 @@ def _exchange(src: Spec, dst: Spec, cluster: Cluster) -> Price:
     ) + copied + cluster.rank_skew
 
 
-def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
+def _copy_seconds(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
     """Return seconds for the copies of an exchange of ``nbytes``.
 
     By the formulas the full result is copied. A measured exchange already writes what arrives into
@@ -182,13 +182,13 @@ def _copied(src: Spec, dst: Spec, nbytes: int, cluster: Cluster) -> float:
         return whole
     arrived = cluster.seconds("copy", 2 * nbytes, 1)
     arriving, leaving = (
-        any(e.kind == "split" and not _first(e.dim, at) for e in other.layout)
+        any(e.kind == "split" and not _pieces_are_contiguous(e.dim, at) for e in other.layout)
         for other, at in ((src, dst), (dst, src))
     )
     return (whole if arriving else max(0.0, whole - arrived)) + (arrived if leaving else 0.0)
 
 
-def _first(dim: int, spec: Spec) -> bool:
+def _pieces_are_contiguous(dim: int, spec: Spec) -> bool:
     """Return True if pieces along ``dim`` are contiguous in memory, one after the other."""
     return all(n == 1 for n in spec.local_shape(spec.placement.flat[0])[:dim])
 
@@ -211,7 +211,7 @@ class _BoxTable(NamedTuple):
 
     @property
     def sizes(self) -> Table:
-        return _sizes(self.low, self.high)
+        return _box_sizes(self.low, self.high)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -225,12 +225,12 @@ def _box_table(spec: Spec) -> _BoxTable:
     return _BoxTable(*both([spec.box(r) for r in spec.placement.flat]), *once, first, last)
 
 
-def _sizes(low: Table, high: Table) -> Table:
+def _box_sizes(low: Table, high: Table) -> Table:
     """Return the number of elements of each box, 0 where it ends before it begins."""
     return np.asarray(np.maximum(high - low, 0).prod(-1, dtype=np.int64))
 
 
-def _meeting(boxes: _BoxTable, low: Table, high: Table) -> Table:
+def _count_overlaps(boxes: _BoxTable, low: Table, high: Table) -> Table:
     """Return how many different boxes of a layout each of these boxes, none empty, overlaps."""
     counts = np.ones(len(low), dtype=np.int64)
     for d, (first, last) in enumerate(zip(boxes.first, boxes.last, strict=True)):
@@ -254,7 +254,7 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
     at, of = (
         np.array(those, dtype=np.int64) for those in (zip(*both, strict=True) if both else ((), ()))
     )
-    own[at] = _sizes(
+    own[at] = _box_sizes(
         np.maximum(src_boxes.once_low[of], dst_boxes.low[at]),
         np.minimum(src_boxes.once_high[of], dst_boxes.high[at]),
     )
@@ -262,13 +262,15 @@ def _traffic(src: Spec, dst: Spec, node_size: int) -> tuple[int, int, tuple[int,
     if not received.any():
         return 0, 0, None
     copies, takers, meets = len(holders[0]), len(box_owners(dst)[1][0]), np.minimum(own, 1)
-    sent = _sizes(src_boxes.once_low, src_boxes.once_high) * takers - np.bincount(
+    sent = _box_sizes(src_boxes.once_low, src_boxes.once_high) * takers - np.bincount(
         of, own[at], len(holders)
     ).astype(np.int64)
-    givers = _meeting(src_boxes, dst_boxes.low[filled], dst_boxes.high[filled]) - meets[filled]
-    takes = _meeting(dst_boxes, src_boxes.once_low, src_boxes.once_high) * takers - np.bincount(
-        of, meets[at], len(holders)
-    ).astype(np.int64)
+    givers = (
+        _count_overlaps(src_boxes, dst_boxes.low[filled], dst_boxes.high[filled]) - meets[filled]
+    )
+    takes = _count_overlaps(
+        dst_boxes, src_boxes.once_low, src_boxes.once_high
+    ) * takers - np.bincount(of, meets[at], len(holders)).astype(np.int64)
     peers = max(int(givers.max()), -(-int(takes.max()) // copies))
     pair = _far_pair(src, dst, node_size) if node_size else None
     return max(int(received.max()), -(-int(sent.max()) // copies)) * src.dtype.itemsize, peers, pair

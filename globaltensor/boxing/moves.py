@@ -119,7 +119,7 @@ def show_placement(placement: Placement) -> str:
     )
 
 
-def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
+def _split_may_change(layout: Layout, axes: Sequence[int], dim: int) -> bool:
     """Return True if a split of ``dim`` on these axes may be made or undone.
 
     No later axis, outside them, may split it.
@@ -132,11 +132,11 @@ def _free(layout: Layout, axes: Sequence[int], dim: int) -> bool:
     )
 
 
-def _legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
+def _is_legal(layout: Layout, axes: Sequence[int], entry: Sbp) -> bool:
     now = layout[axes[0]]
-    if now.kind == "split" and not _free(layout, axes, now.dim):
+    if now.kind == "split" and not _split_may_change(layout, axes, now.dim):
         return False
-    if entry.kind == "split" and not _free(layout, axes, entry.dim):
+    if entry.kind == "split" and not _split_may_change(layout, axes, entry.dim):
         return False
     if now.kind == "partial" and any(
         e.kind == "partial" and e.reduce != now.reduce for e in layout[min(axes) + 1 :]
@@ -156,21 +156,21 @@ def legal_moves(
     sizes = tuple(sizes)
     for axis in range(len(layout)):
         for entry in menu[axis]:
-            found = _step(layout, axis, entry, sizes[axis] == 1)
+            found = _single_axis_move(layout, axis, entry, sizes[axis] == 1)
             if found is not None:
                 yield found
-    for axes in _fusible(layout, sizes):
+    for axes in _fusible_axes(layout, sizes):
         now = layout[axes[0]]
         for entry in menu[axes[0]]:
             kind = MOVES.get((now.kind, entry.kind), "") if entry is not now else ""
             if kind in ("all_reduce", "reduce_scatter", "all_gather", "all_to_all"):
-                entries = tuple(_like(entry, menu[a]) for a in axes)
-                if None not in entries and _legal(layout, axes, entry):
-                    yield kind, axes, _put(layout, axes, entries)  # type: ignore[arg-type]
+                entries = tuple(_fusible_entry(entry, menu[a]) for a in axes)
+                if None not in entries and _is_legal(layout, axes, entry):
+                    yield kind, axes, _with_entries(layout, axes, entries)  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=1 << 13)
-def _step(
+def _single_axis_move(
     layout: Layout, axis: int, entry: Sbp, alone: bool
 ) -> tuple[str, tuple[int, ...], Layout] | None:
     """Return the move of one axis to an entry, or None. ``alone``: the axis has one rank."""
@@ -178,13 +178,13 @@ def _step(
     if entry is now:
         return None
     if alone:
-        return "keep", (axis,), _put(layout, (axis,), (entry,))
-    if (now.kind, entry.kind) in MOVES and _legal(layout, (axis,), entry):
-        return MOVES[now.kind, entry.kind], (axis,), _put(layout, (axis,), (entry,))
+        return "keep", (axis,), _with_entries(layout, (axis,), (entry,))
+    if (now.kind, entry.kind) in MOVES and _is_legal(layout, (axis,), entry):
+        return MOVES[now.kind, entry.kind], (axis,), _with_entries(layout, (axis,), (entry,))
     return None
 
 
-def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
+def _fusible_entry(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
     """Return the entry that a fused move may set on another axis with this menu.
 
     It is the same entry, or a split of that dim with another unit. Return None where there is
@@ -196,7 +196,7 @@ def _like(entry: Sbp, menu: Sequence[Sbp]) -> Sbp | None:
 
 
 @lru_cache(maxsize=1 << 12)
-def _fusible(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+def _fusible_axes(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
     """Return sets of axes of equal layout: partials of one reduction, innermost splits of a dim."""
     out: list[tuple[int, ...]] = []
     wide = [a for a in range(len(layout)) if sizes[a] > 1]
@@ -211,7 +211,7 @@ def _fusible(layout: Layout, sizes: tuple[int, ...]) -> tuple[tuple[int, ...], .
     return tuple(out)
 
 
-def _put(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
+def _with_entries(layout: Layout, axes: Sequence[int], entries: Sequence[Sbp]) -> Layout:
     out = list(layout)
     for a, e in zip(axes, entries, strict=True):
         out[a] = e

@@ -206,7 +206,7 @@ class _Search:
             done.add(at)
             if at == end:
                 return self._trace(came)
-            for hop in self._hops(at, seconds, length):
+            for hop in self._next_moves(at, seconds, length):
                 to, best_known, reached = hop[0], came.get(hop[0]), (seconds + hop[-1], length + 1)
                 # Ties go to the fewest moves, then to the route that was found first: the order of
                 # the search is fixed.
@@ -223,7 +223,7 @@ class _Search:
             f"through broadcast"
         )
 
-    def _hops(
+    def _next_moves(
         self, at: _State, seconds: float, length: int
     ) -> list[tuple[_State, str, tuple[int, ...], int, float]]:
         """Return the moves from ``at`` that may be part of the cheapest route.

@@ -310,8 +310,8 @@ class _Collective:
         some = (reads or writes or [None])[0]
         if self.name.startswith("all_to_all"):
             gets, gives = (
-                _shares(reads, arguments.get("input_split_sizes"), group),
-                _shares(writes, arguments.get("output_split_sizes"), group),
+                _split_numels(reads, arguments.get("input_split_sizes"), group),
+                _split_numels(writes, arguments.get("output_split_sizes"), group),
             )
             return CallHeader(self.name, dtype=some.dtype), list(zip(gets, gives, strict=True))
         op = (
@@ -355,7 +355,7 @@ _DESCRIBED: Final = {
 }  # fmt: skip
 
 
-def _shares(
+def _split_numels(
     tensors: Sequence[Tensor], rows: Sequence[int] | None, group: dist.ProcessGroup
 ) -> list[int]:
     """Return the number of elements for each rank of the group."""
@@ -422,7 +422,7 @@ def _all_to_all_joined(arguments: dict[str, Any], group: dist.ProcessGroup) -> A
     return None
 
 
-def _made(
+def _make_collective(
     name: str, reads: str = "", writes: str = "", reduces: bool = False, root: str = ""
 ) -> Function:
     collective = _Collective(name, reads, writes, reduces, root)
@@ -435,25 +435,25 @@ def _made(
     return call
 
 
-all_reduce = _made("all_reduce", "tensor", "tensor", reduces=True)
-reduce = _made("reduce", "tensor", "tensor", reduces=True, root="dst")
-broadcast = _made("broadcast", "tensor", "tensor", root="src")
-all_gather = _made("all_gather", "tensor", "tensor_list")
-all_gather_into_tensor = _made("all_gather_into_tensor", "input_tensor", "output_tensor")
-gather = _made("gather", "tensor", "gather_list", root="dst")
-scatter = _made("scatter", "scatter_list", "tensor", root="src")
-reduce_scatter = _made("reduce_scatter", "input_list", "output", reduces=True)
-reduce_scatter_tensor = _made("reduce_scatter_tensor", "input", "output", reduces=True)
-all_to_all = _made("all_to_all", "input_tensor_list", "output_tensor_list")
-all_to_all_single = _made("all_to_all_single", "input", "output")
-barrier = _made("barrier")
-send, isend = _made("send", "tensor"), _made("isend", "tensor")
-recv, irecv = _made("recv", writes="tensor"), _made("irecv", writes="tensor")
+all_reduce = _make_collective("all_reduce", "tensor", "tensor", reduces=True)
+reduce = _make_collective("reduce", "tensor", "tensor", reduces=True, root="dst")
+broadcast = _make_collective("broadcast", "tensor", "tensor", root="src")
+all_gather = _make_collective("all_gather", "tensor", "tensor_list")
+all_gather_into_tensor = _make_collective("all_gather_into_tensor", "input_tensor", "output_tensor")
+gather = _make_collective("gather", "tensor", "gather_list", root="dst")
+scatter = _make_collective("scatter", "scatter_list", "tensor", root="src")
+reduce_scatter = _make_collective("reduce_scatter", "input_list", "output", reduces=True)
+reduce_scatter_tensor = _make_collective("reduce_scatter_tensor", "input", "output", reduces=True)
+all_to_all = _make_collective("all_to_all", "input_tensor_list", "output_tensor_list")
+all_to_all_single = _make_collective("all_to_all_single", "input", "output")
+barrier = _make_collective("barrier")
+send, isend = _make_collective("send", "tensor"), _make_collective("isend", "tensor")
+recv, irecv = _make_collective("recv", writes="tensor"), _make_collective("irecv", writes="tensor")
 
 _TORCHS: Final[dict[Function, Function]] = {isend: dist.isend, irecv: dist.irecv}
 
 
-def _begun(name: str, peer: str = "") -> Function:
+def _start_world_first(name: str, peer: str = "") -> Function:
     """Return torch's function of this name, with the world started before it.
 
     ``peer``: the argument that names the other rank of a message, to be checked."""
@@ -472,17 +472,23 @@ def _begun(name: str, peer: str = "") -> Function:
     return call
 
 
-all_gather_object, gather_object = _begun("all_gather_object"), _begun("gather_object")
-broadcast_object_list, scatter_object_list = (
-    _begun("broadcast_object_list"),
-    _begun("scatter_object_list"),
+all_gather_object, gather_object = (
+    _start_world_first("all_gather_object"),
+    _start_world_first("gather_object"),
 )
-send_object_list = _begun("send_object_list", "dst")
-recv_object_list = _begun("recv_object_list", "src")
-monitored_barrier, init_device_mesh = _begun("monitored_barrier"), _begun("init_device_mesh")
+broadcast_object_list, scatter_object_list = (
+    _start_world_first("broadcast_object_list"),
+    _start_world_first("scatter_object_list"),
+)
+send_object_list = _start_world_first("send_object_list", "dst")
+recv_object_list = _start_world_first("recv_object_list", "src")
+monitored_barrier, init_device_mesh = (
+    _start_world_first("monitored_barrier"),
+    _start_world_first("init_device_mesh"),
+)
 new_subgroups, new_subgroups_by_enumeration = (
-    _begun("new_subgroups"),
-    _begun("new_subgroups_by_enumeration"),
+    _start_world_first("new_subgroups"),
+    _start_world_first("new_subgroups_by_enumeration"),
 )
 
 

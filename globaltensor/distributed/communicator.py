@@ -228,7 +228,7 @@ class Communicator(ABC):
         self.index = ranks.index(world.rank)
         self.begin_digests()
 
-    def near(self, device: torch.device) -> SharedMemoryPeers | None:
+    def peers(self, device: torch.device) -> SharedMemoryPeers | None:
         """Return the peers that share memory with this rank, or None without such memory."""
         return None
 
@@ -264,7 +264,7 @@ class Communicator(ABC):
         world = self.world
         before, world.purpose = world.purpose, purpose
         try:
-            self._enter(OBJECTS, torch.uint8, _CPU, purpose)
+            self._begin_collective(OBJECTS, torch.uint8, _CPU, purpose)
             return self.all_gather_unchecked(value, self._digest)
         finally:
             world.purpose = before
@@ -287,7 +287,7 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Block until all ranks have called this method."""
         if self.size > 1:
-            self._enter("barrier", torch.uint8, _CPU)
+            self._begin_collective("barrier", torch.uint8, _CPU)
             self._all_gather_parts(torch.zeros(1), [1] * self.size)
 
     def compare_plain(
@@ -299,23 +299,23 @@ class Communicator(ABC):
         raise DivergenceError if digests differ, or KindError if kinds differ.
         """
         self.world.plain, self.world.purpose, self.world.odd = text, purpose, odd
-        self._enter("comparison of a plain tensor", torch.int64, _CPU)
+        self._begin_collective("comparison of a plain tensor", torch.int64, _CPU)
         parts = self._all_gather_parts(digest, [digest.numel()] * self.size)
         if not all(torch.equal(part, digest) for part in parts):
             raise self._diverged(self.all_gather_unchecked)
         self.world.plain, self.world.purpose, self.world.odd = "", "", None
 
-    def _note(
+    def _begin_and_record(
         self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = ""
     ) -> None:
-        self._enter(kind, dtype, device, op)
+        self._begin_collective(kind, dtype, device, op)
         world = self.world
         if world.trace is not None or world.observer is not None:
             world.observe(Traffic(kind, self.ranks, nbytes))
 
     # Comparison of what ranks run
 
-    def _enter(
+    def _begin_collective(
         self, kind: str, dtype: torch.dtype | None, device: torch.device, op: str = ""
     ) -> None:
         """Begin a collective: compare its digest, and under flow.check_ranks its operations too.
@@ -324,7 +324,7 @@ class Communicator(ABC):
         """
         world = self.world
         if world.pace is not None:
-            world.pace.meet(self, kind)
+            world.pace.compare(self, kind)
         if world.compares and self.size > 1:
             if self._known_histories != len(world.histories):
                 self._find_histories()
@@ -386,7 +386,7 @@ class Communicator(ABC):
         if self.size == 1 or not t.numel():
             return t.detach().clone()
         flat = flatten(t)
-        self._note(
+        self._begin_and_record(
             "all_reduce", 2 * (flat.nbytes - flat.nbytes // self.size), flat.dtype, flat.device, op
         )
         return self._all_reduce(flat, op).view(t.shape)
@@ -397,7 +397,7 @@ class Communicator(ABC):
         The caller must not read or write the tensor until ``wait()`` of the handle returns.
         """
         if self.size > 1 and flat.numel():
-            self._note(
+            self._begin_and_record(
                 "all_reduce",
                 2 * (flat.nbytes - flat.nbytes // self.size),
                 flat.dtype,
@@ -417,7 +417,7 @@ class Communicator(ABC):
             return own_chunk.detach().clone()
         sends = [flatten(c) for c in chunks]
         total = sum(c.nbytes for c in sends)
-        self._note(
+        self._begin_and_record(
             "reduce_scatter", total - total // self.size, own_chunk.dtype, own_chunk.device, op
         )
         return self._reduce_scatter(sends, op).view(own_chunk.shape)
@@ -433,7 +433,7 @@ class Communicator(ABC):
         if self.size == 1:
             return ReduceScatterHandle(value=chunks[0].detach().clone())
         total = sum(c.nbytes for c in chunks)
-        self._note(
+        self._begin_and_record(
             "reduce_scatter", total - total // self.size, chunks[0].dtype, chunks[0].device, op
         )
         return self._reduce_scatter_async([c.detach() for c in chunks], op)
@@ -486,7 +486,7 @@ class Communicator(ABC):
         if self.size == 1:
             return [flat.clone() if fresh else flat]
         total = sum(numels) * flat.itemsize
-        self._note("all_gather", total - total // self.size, flat.dtype, flat.device)
+        self._begin_and_record("all_gather", total - total // self.size, flat.dtype, flat.device)
         parts = self._all_gather_parts(flat, numels)
         if fresh:
             parts[self.index] = flat.clone()
@@ -510,7 +510,9 @@ class Communicator(ABC):
         if self.size == 1:
             out.copy_(flat)
             return
-        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
+        self._begin_and_record(
+            "all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device
+        )
         self._all_gather(flat, numels, out)
 
     def all_gather_into_async(self, t: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -522,7 +524,9 @@ class Communicator(ABC):
         if self.size == 1:
             out.copy_(flat)
             return CompletedHandle()
-        self._note("all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device)
+        self._begin_and_record(
+            "all_gather", out.nbytes - out.nbytes // self.size, out.dtype, out.device
+        )
         return self._all_gather_async(flat, numels, out)
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -555,7 +559,7 @@ class Communicator(ABC):
         flats = [flatten(s) for s in sends]
         own = flats[self.index]
         if self.size > 1:
-            self._note(
+            self._begin_and_record(
                 "all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device
             )
         parts = self._all_to_all_parts(flats, numels, longest)
@@ -591,7 +595,9 @@ class Communicator(ABC):
             out.copy_(flats[0])
             return
         total = sum(f.nbytes for f in flats)
-        self._note("all_to_all", total - flats[self.index].nbytes, out.dtype, out.device)
+        self._begin_and_record(
+            "all_to_all", total - flats[self.index].nbytes, out.dtype, out.device
+        )
         self._all_to_all(flats, numels, out, longest)
 
     def _all_to_all(
@@ -613,7 +619,7 @@ class Communicator(ABC):
         """
         if self.size == 1 or not t.numel():
             return t.detach().clone()
-        self._note("broadcast", t.nbytes, t.dtype, t.device)
+        self._begin_and_record("broadcast", t.nbytes, t.dtype, t.device)
         flat = (
             flatten(t).clone()
             if self.index == src
@@ -652,7 +658,7 @@ class Communicator(ABC):
         """
         flats = {i: flatten(s) for i, s in sends.items() if s.numel()}
         recvs = {i: torch.empty(n, dtype=like.dtype, device=like.device) for i, n in numels.items()}
-        self._note("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
+        self._begin_and_record("exchange", sum(f.nbytes for f in flats.values()), None, like.device)
         if self.size == 1:
             return ExchangeHandle(CompletedHandle(), recvs)
         into = {i: as_bytes(r) for i, r in recvs.items() if r.numel()}
@@ -673,7 +679,7 @@ class Communicator(ABC):
     ) -> None:
         """Exchange as in `exchange`, into the given flat contiguous tensors."""
         flats = {i: flatten(s) for i, s in sends.items()}
-        self._note(
+        self._begin_and_record(
             "exchange", sum(f.nbytes for i, f in flats.items() if i != self.index), None, device
         )
         local = (recvs[self.index], flats[self.index]) if self.index in recvs else None

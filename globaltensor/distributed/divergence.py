@@ -239,11 +239,11 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
             f"rank {reading.rank} reads the value of a global tensor here, while rank "
             f"{elsewhere.rank} is at {elsewhere.place}"
         )
-        return f"{_at(reading)}{what}. {READING_ADVICE}"
+        return f"{_line_text(reading)}{what}. {READING_ADVICE}"
     lines = [
         (
-            f"{_at(first)}the ranks have diverged: all must run the same operations on global "
-            f"tensors, in the same order"
+            f"{_line_text(first)}the ranks have diverged: all must run the same operations on "
+            f"global tensors, in the same order"
         )
     ]
     lines.append(f"  rank {first.rank} is at {first.place}")
@@ -265,7 +265,7 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
             f"of a collective (an interrupt, a timeout) and went on"
         )
     if other is not first:
-        lines += _only_there(first, other)
+        lines += _differing_operations(first, other)
         if len(lines) == 3 and (first.kind, first.purpose) == (other.kind, other.purpose):
             lines.append(
                 "  they have run the same operations, but with other numbers, on other tensors, "
@@ -336,11 +336,13 @@ def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
                     h.get(key, (_NOTHING_RUN, [])) for h in (own_histories, other_histories)
                 )
                 if digest != other_digest:
-                    return _at_end(rank, operations, other, other_operations)
+                    return _divergence_at_end_text(rank, operations, other, other_operations)
     return ""
 
 
-def _at_end(rank: int, operations: list[str], other: int, other_operations: list[str]) -> str:
+def _divergence_at_end_text(
+    rank: int, operations: list[str], other: int, other_operations: list[str]
+) -> str:
     lines = [
         (
             f"the ranks have diverged: rank {rank} and rank {other} have not run the same "
@@ -369,11 +371,11 @@ def _at_end(rank: int, operations: list[str], other: int, other_operations: list
 # -------------------------------------------------------------------------------------- error texts
 
 
-def _at(report: Report) -> str:
+def _line_text(report: Report) -> str:
     return f"{report.line}\n" if report.line else ""
 
 
-def _only_there(first: Report, other: Report) -> list[str]:
+def _differing_operations(first: Report, other: Report) -> list[str]:
     lines = []
     for report, peer_report in ((first, other), (other, first)):
         known = {digest for digest, _ in peer_report.operations}
@@ -396,8 +398,8 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         for text, ranks in list(kinds.items())[:8]
     )
     return (
-        f"{_at(first)}a plain tensor that is used together with global tensors counts as the same "
-        f"value on every rank, but the ranks hold different values for "
+        f"{_line_text(first)}a plain tensor that is used together with global tensors counts as "
+        f"the same value on every rank, but the ranks hold different values for "
         f"{first.purpose}:\n{held}"
         "If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, batch_size, "
         "placement=placement) in its place, or GlobalBatches(loader, placement) around a loader "

@@ -141,7 +141,7 @@ def _extras(name: str) -> Finding:
             extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
             if package and extra and package[0] != "globaltensor":
                 needs.setdefault(extra[1], []).append(package[0])
-    absent = {e: [p for p in packages if not _installed(p)] for e, packages in needs.items()}
+    absent = {e: [p for p in packages if not _is_installed(p)] for e, packages in needs.items()}
     installed = [extra for extra, missing in absent.items() if not missing]
     partly = [f"{extra} lacks {', '.join(m)}" for extra, m in absent.items() if m]
     values = {"installed": installed, "missing": {extra: m for extra, m in absent.items() if m}}
@@ -152,7 +152,7 @@ def _extras(name: str) -> Finding:
     return Finding(name, "ok", text, mend, values)
 
 
-def _installed(package: str) -> bool:
+def _is_installed(package: str) -> bool:
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

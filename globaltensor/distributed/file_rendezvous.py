@@ -45,7 +45,7 @@ def rendezvous(place: Detected, timeout: timedelta) -> Store:
     path = _path(place.job, number)
     if place.rank == 0:
         store = _store(place, 0, timeout)
-        with _said(store.port, path, place):
+        with _published_port(store.port, path, place):
             _wait_for_all(store, place, path, timeout)
         return PrefixStore("default_pg", store)
     store = _store(place, _read(path, place, timeout), timeout)
@@ -73,7 +73,7 @@ def _path(job: str, number: int) -> Path:
 
 
 @contextlib.contextmanager
-def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
+def _published_port(port: int, path: Path, place: Detected) -> Iterator[None]:
     """Publish the port in the file at ``path`` while the block runs.
 
     The file appears complete and locked, and is valid only while rank 0 holds the lock. So a file
@@ -86,7 +86,7 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
         fcntl.flock(file, fcntl.LOCK_EX)
         os.write(file, str(port).encode())
         deadline = time.monotonic() + _TAKE_SECONDS
-        while not _put(name, path):
+        while not _link_or_rename(name, path):
             if time.monotonic() > deadline:
                 problem = (
                     f"another {place.source} job of the same name, {place.job!r}, is starting on "
@@ -106,7 +106,7 @@ def _said(port: int, path: Path, place: Detected) -> Iterator[None]:
             os.unlink(name)
 
 
-def _put(name: str, path: Path) -> bool:
+def _link_or_rename(name: str, path: Path) -> bool:
     """Link or rename the file ``name`` to ``path``, unless a file there is locked.
 
     Return True on success.
@@ -117,7 +117,7 @@ def _put(name: str, path: Path) -> bool:
         os.link(name, path)
         return True
     try:
-        old = _opened(path)
+        old = _open_own_file(path)
     except FileNotFoundError:
         return False
     try:
@@ -143,7 +143,7 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
     deadline = time.monotonic() + timeout.total_seconds()
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
-            file = _opened(path)
+            file = _open_own_file(path)
             try:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # the lock succeeds: an old file
             except BlockingIOError:
@@ -155,7 +155,7 @@ def _read(path: Path, place: Detected, timeout: timedelta) -> int:
         f"rank {place.rank} of {place.world_size}: rank 0 has not written its port to {path} "
         f"within {timeout.total_seconds():g} s"
     )
-    raise WorldError(f"{problem}; {_mend(path)}")
+    raise WorldError(f"{problem}; {_advice(path)}")
 
 
 def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedelta) -> None:
@@ -170,10 +170,10 @@ def _wait_for_all(store: TCPStore, place: Detected, path: Path, timeout: timedel
                 f"rank {rank} of {place.world_size} has not connected within "
                 f"{timeout.total_seconds():g} s to the port in {path}"
             )
-            raise WorldError(f"{problem}; {_mend(path)}") from error
+            raise WorldError(f"{problem}; {_advice(path)}") from error
 
 
-def _opened(path: Path) -> int:
+def _open_own_file(path: Path) -> int:
     """Open the file for reading. Raise FileNotFoundError, or WorldError if the file is not ours."""
     mend = "remove it, or set MASTER_PORT to a free port on all ranks"
     try:
@@ -193,7 +193,7 @@ def _opened(path: Path) -> int:
     return file
 
 
-def _mend(path: Path) -> str:
+def _advice(path: Path) -> str:
     return (
         f"are all ranks started, and do they share {path.parent}? Else set MASTER_PORT to a "
         f"free port on all ranks"

@@ -97,7 +97,7 @@ def choose_gloo_interface(host: str, nodes: int) -> None:
     choice is written to GLOO_SOCKET_IFNAME, which torch reads whenever it creates a group. A value
     set by the user is left unchanged.
     """
-    if os.environ.get(VARIABLE) or not _stays_here(_meaning(socket.gethostname())):
+    if os.environ.get(VARIABLE) or not _stays_here(_resolve_host(socket.gethostname())):
         return
     own = own_address(host)
     # Here ``host`` may be a name of this host itself, which resolves to a loopback address on it.
@@ -119,7 +119,7 @@ def gloo_address(nodes: int) -> tuple[str, str]:
     chosen = os.environ.get(VARIABLE, "").split(",")[0]
     if chosen:
         return chosen, next(iter(addresses_of().get(chosen, [])), "")
-    address = _meaning(socket.gethostname())
+    address = _resolve_host(socket.gethostname())
     if _stays_here(address):
         address = (own_address(_ELSEWHERE) if nodes > 1 else "") or address or "127.0.0.1"
     return interface_of(address), address
@@ -142,7 +142,7 @@ def gloo_hint(error: Exception, host: str) -> str:
     else:
         problem = (
             f"{VARIABLE} is not set, so the other ranks were sent "
-            f"{_meaning(hostname) or 'no address'}, to which the name of this host, "
+            f"{_resolve_host(hostname) or 'no address'}, to which the name of this host, "
             f"{hostname}, resolves"
         )
     better = interface_of(own_address(host))
@@ -161,7 +161,7 @@ def _stays_here(address: str) -> bool:
     return not address or ipaddress.ip_address(address.split("%")[0]).is_loopback
 
 
-def _meaning(name: str) -> str:
+def _resolve_host(name: str) -> str:
     """Return the first address to which a host's name resolves, or an empty string."""
     with contextlib.suppress(OSError):
         return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])

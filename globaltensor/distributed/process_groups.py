@@ -93,7 +93,7 @@ def init_process_group(
     chosen = select_backend(backend, place)
     register_backend(chosen)
     waits = timeout or default_timeout()
-    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _meeting(
+    where: dict[str, Any] = {"rank": rank, "world_size": world_size} | _rendezvous_arguments(
         init_method, store, rank, world_size, place, waits
     )
     master = urlsplit(init_method or "").hostname or (place.addr if place else "localhost")
@@ -105,7 +105,7 @@ def init_process_group(
         "device_id": device_id,
     } | more
     try:
-        with _serving(where.get("init_method")):
+        with _serve_store(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and not missing_requirement(chosen):
@@ -132,7 +132,7 @@ def init_process_group(
 
 
 @contextlib.contextmanager
-def _serving(url: str | None) -> Iterator[None]:
+def _serve_store(url: str | None) -> Iterator[None]:
     """Let rank 0 serve a store at ``url`` unless the launcher already serves that address.
 
     Under a launcher torch assumes that every address is served already. This holds only for the
@@ -170,7 +170,7 @@ def _host() -> str:
         return socket.gethostname()
 
 
-def _meeting(
+def _rendezvous_arguments(
     init_method: str | None,
     store: Any,
     rank: int,

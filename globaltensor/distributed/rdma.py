@@ -43,7 +43,7 @@ def _text(path: Path) -> str:
         return ""
 
 
-def _missing(backend: str, folder: Path) -> str:
+def _missing_for_rdma(backend: str, folder: Path) -> str:
     """Return what this rank lacks for RDMA, or "" if it lacks nothing."""
     if not devices(folder):
         seen = ", ".join(sorted(p.name for p in folder.glob("*"))) or "none"
@@ -70,7 +70,7 @@ def init_rdma(folder: Path = _DEVICES) -> None:
     """
     this_world = start()
     missing_by_rank = this_world.comm(tuple(range(this_world.size))).all_gather_object(
-        _missing(this_world.backend, folder), "init_rdma"
+        _missing_for_rdma(this_world.backend, folder), "init_rdma"
     )
     lacking = {f"rank {rank} lacks {what}" for rank, what in enumerate(missing_by_rank) if what}
     if lacking:

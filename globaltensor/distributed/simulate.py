@@ -94,7 +94,7 @@ class _Mailbox:
             self.changed.notify_all()
 
 
-class _Hall:
+class _SimulationState:
     """The state that the ranks of one simulation share."""
 
     def __init__(self, size: int, timeout: float) -> None:
@@ -145,7 +145,7 @@ class _SimulatedComm(Communicator):
     def _compare(self, device: torch.device) -> None:
         self._announced = True
 
-    def _meet(self, value: object) -> list[Any]:
+    def _exchange_values(self, value: object) -> list[Any]:
         """Exchange values and return every rank's value.
 
         The first meeting of a collective also compares its digest.
@@ -177,15 +177,15 @@ class _SimulatedComm(Communicator):
     ) -> None:
         copies: dict[int, Tensor] = {}
         sent_copies = {i: copies.setdefault(id(s), s.clone()) for i, s in sends.items()}
-        everyone = self._meet(sent_copies)
+        everyone = self._exchange_values(sent_copies)
         for i, r in recvs.items():
             r.copy_(everyone[i][self.index])
 
     def all_gather_unchecked(self, value: object, digest: bytes = b"") -> list[Any]:
-        return self._meet(value)
+        return self._exchange_values(value)
 
 
-class _Sent(Message):
+class _SentMessage(Message):
     """A message that is in its mailbox."""
 
     def over(self) -> bool:
@@ -195,7 +195,7 @@ class _Sent(Message):
         return None
 
 
-class _Asked(Message):
+class _ExpectedMessage(Message):
     """A message that is expected."""
 
     def __init__(self, channel: _SimulatedChannel, data: Tensor) -> None:
@@ -239,12 +239,12 @@ class _SimulatedChannel(Channel):
         super().__init__(world, source, target)
         self.mailbox = world.hall.mailbox(source, target)
 
-    def _send(self, data: Tensor) -> _Sent:
+    def _send(self, data: Tensor) -> _SentMessage:
         self.mailbox.put(data.clone())
-        return _Sent()
+        return _SentMessage()
 
-    def _receive(self, data: Tensor) -> _Asked:
-        return _Asked(self, data)
+    def _receive(self, data: Tensor) -> _ExpectedMessage:
+        return _ExpectedMessage(self, data)
 
 
 class SimulatedWorld(World):
@@ -253,7 +253,7 @@ class SimulatedWorld(World):
     ``devices`` replaces device types that this machine lacks: ``{"cuda": "cpu"}``.
     """
 
-    def __init__(self, rank: int, hall: _Hall, devices: Mapping[str, str]) -> None:
+    def __init__(self, rank: int, hall: _SimulationState, devices: Mapping[str, str]) -> None:
         super().__init__(rank, hall.size, rank, 1)
         self.compares = hall.size > 1
         self.hall, self.devices = hall, devices
@@ -286,7 +286,7 @@ def simulate(
     >>> simulate(2, lambda: world().rank)
     [0, 1]
     """
-    hall = _Hall(n, timeout)
+    hall = _SimulationState(n, timeout)
     results: list[Any] = [None] * n
     errors: list[tuple[int, BaseException]] = []
     grad, context = torch.is_grad_enabled(), contextvars.copy_context()

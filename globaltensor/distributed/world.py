@@ -76,7 +76,7 @@ class ProcessWorld(World):
         self.forked = False  # True in a child that os.fork has made of this rank
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
-            self.carrier = _carrier()
+            self.carrier = _carrier_group()
             self.store = torch_private.default_store() if size > 1 else None
             self.backend = str(dist.get_backend_config(self.carrier))
             self.backends = dict(
@@ -236,7 +236,7 @@ class ProcessWorld(World):
             dist.destroy_process_group()
 
 
-def _carrier() -> dist.ProcessGroup:
+def _carrier_group() -> dist.ProcessGroup:
     """Return the group of all ranks, or a second one if the user's group cannot move CPU tensors.
 
     The latter is the case with NCCL alone. All ranks call this function at first use.
@@ -279,7 +279,7 @@ def world() -> World:
             this_world = _Current.world
             if this_world is None:
                 this_world = _Current.world = _start()
-                atexit.register(_leave)
+                atexit.register(_close_at_exit)
     return this_world
 
 
@@ -321,7 +321,7 @@ def reset_world() -> None:
         forget_derived(this_world)
 
 
-def _leave() -> None:
+def _close_at_exit() -> None:
     """Close the world at interpreter exit, and let the threads of remaining process groups finish.
 
     The program may still hold a group; torch's DDP holds one even after it was destroyed. The

@@ -99,7 +99,7 @@ class _Swap:
         self.last: RepeatedStep | None = None
         self.known = 0  # number of parameters with a state before this step
 
-    def again(self, optimizer: Optimizer) -> bool:
+    def repeat_last(self, optimizer: Optimizer) -> bool:
         """Exchange the same as in the last step.
 
         Return False, with nothing done, if this is not valid."""
@@ -126,7 +126,7 @@ class _Swap:
         """Exchange parameters and state.
 
         Do nothing if a parameter or its gradient is not ordinary."""
-        if self.again(optimizer):
+        if self.repeat_last(optimizer):
             return
         self.last = None
         lists = [group["params"] for group in optimizer.param_groups]
@@ -142,7 +142,7 @@ class _Swap:
             part.grad = grad
         for group, params in zip(optimizer.param_groups, lists, strict=True):
             group["params"] = [shares.parts.get(id(p), p._local) for p in params]
-            if type(optimizer) in FUSED and _fusable(group, state):
+            if type(optimizer) in FUSED and _can_fuse(group, state):
                 group["fused"] = True
                 self.fused.append(group)
         optimizer.state = state
@@ -176,10 +176,10 @@ class _Swap:
                 grads.append((part, grad))
                 before.append((part, held))
             if known := known_of.get(p):
-                state[part] = self._localised(p, spec, known)
+                state[part] = self._localize_state(p, spec, known)
         return state, grads, before
 
-    def _localised(self, p: GlobalTensor, spec: Spec, known: State) -> State:
+    def _localize_state(self, p: GlobalTensor, spec: Spec, known: State) -> State:
         twin = self.twins.get(id(p))
         if twin is not None and twin[0] is known and len(known) == len(twin[1]) and twin[3] is spec:
             return twin[1]
@@ -226,7 +226,7 @@ class _Swap:
                         or twin[1] is not part_state
                         or list(map(id, part_state.values())) != list(map(id, twin[2].values()))
                     ):
-                        self._globalised(p, part, part_state, state)
+                        self._globalize_state(p, part, part_state, state)
         for part, grad in grads:
             part.grad = grad
         if not known:
@@ -244,7 +244,7 @@ class _Swap:
         if done:
             shares.gather()
 
-    def _globalised(
+    def _globalize_state(
         self, p: GlobalTensor, part: torch.Tensor, part_state: State, state: Any
     ) -> None:
         twin = self.twins.get(id(p))
@@ -320,7 +320,7 @@ def _gradients_of(lists: Sequence[Sequence[torch.Tensor]], rank: int) -> _Gradie
     return result
 
 
-def _fusable(group: State, state: Any) -> bool:
+def _can_fuse(group: State, state: Any) -> bool:
     """Return True if a group of local tensors may step with torch's fused kernel.
 
     The user must not have selected an implementation. The kernel must return the result of the loop
@@ -394,7 +394,7 @@ def relay(optimizer: Optimizer) -> None:
         _swaps[optimizer].places = _swaps[optimizer].last = None
 
 
-def _taking(load: Callable[..., None]) -> Callable[..., None]:
+def _wrap_load_state_dict(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Load a state as torch does, and box it to the layouts of the parameters.
@@ -453,7 +453,7 @@ _RECORDED = "_globaltensor_recorded"
 
 
 @dataclass(slots=True)
-class _Recorded:
+class _RecordedGroups:
     """The results of `_record` for an optimizer, valid until its groups change."""
 
     values: list[Any]  # of the groups
@@ -482,7 +482,7 @@ def _record(optimizer: Optimizer) -> None:
     placement = first._spec.shown.placement
     history = this_world.history((placement,))
     values = group_values(groups)
-    known: _Recorded | None = optimizer.__dict__.get(_RECORDED)
+    known: _RecordedGroups | None = optimizer.__dict__.get(_RECORDED)
     count = sum(len(group["params"]) for group in groups)
     if (
         known is None
@@ -492,7 +492,7 @@ def _record(optimizer: Optimizer) -> None:
     ):
         tensors = hyperparameter_tensors(optimizer)
         settings = "; ".join(map(spelled, hyperparameters(optimizer)))
-        known = optimizer.__dict__[_RECORDED] = _Recorded(
+        known = optimizer.__dict__[_RECORDED] = _RecordedGroups(
             values,
             count,
             tensors,
@@ -588,7 +588,7 @@ def _leave_for_reading(optimizer: Optimizer) -> None:
         _swaps[optimizer].leave(optimizer)
 
 
-def _forgetting(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
+def _wrap_zero_grad(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.Tensor]]) -> Any:
     """Wrap ``zero_grad`` so that it clears gradients of global tensors without reading them.
 
     Torch's loop reads each gradient first, which would reduce pending gradients and wrap them."""
@@ -625,10 +625,10 @@ def install() -> None:
     )
     patch(
         "torch.optim:Optimizer.zero_grad",
-        lambda before: _forgetting(
+        lambda before: _wrap_zero_grad(
             before, lambda self: (p for group in self.param_groups for p in group["params"])
         ),
     )
-    patch("torch.optim:Optimizer.load_state_dict", _taking)
+    patch("torch.optim:Optimizer.load_state_dict", _wrap_load_state_dict)
     register_optimizer_step_pre_hook(_enter)
     register_optimizer_step_post_hook(_leave)

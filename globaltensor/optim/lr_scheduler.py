@@ -25,7 +25,7 @@ __getattr__ = _names_of_torch(__name__)
 __dir__ = _directory(__name__)
 
 
-def _tell(scheduler: Any) -> None:
+def _print_rates(scheduler: Any) -> None:
     if scheduler.verbose:
         sys.stdout.write(
             f"step {scheduler.last_epoch}: learning rates "
@@ -46,7 +46,7 @@ class _Scheduler(LRScheduler):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step."""
         super().step(epoch)
-        _tell(self)
+        _print_rates(self)
 
 
 class CosineDecayLR(_Scheduler):
@@ -135,7 +135,7 @@ class PolynomialLR(torch.optim.lr_scheduler.PolynomialLR):
     def step(self, epoch: int | None = None) -> None:
         """Set the rates of the next step."""
         super().step(epoch)
-        _tell(self)
+        _print_rates(self)
 
 
 class WarmupLR(_Scheduler):
@@ -191,10 +191,10 @@ class WarmupLR(_Scheduler):
             warmup_prefix,
         )
         optimizer = scheduler_or_optimizer if self.scheduler is None else self.scheduler.optimizer
-        self._ends = self._foreseen(optimizer)
+        self._ends = self._rates_after_warmup(optimizer)
         super().__init__(optimizer, last_step, verbose)  # type: ignore[arg-type]
 
-    def _foreseen(self, optimizer: Any) -> list[Any] | None:
+    def _rates_after_warmup(self, optimizer: Any) -> list[Any] | None:
         """Return the scheduler's rates at the end of the warm-up.
 
         Returns None if these are the optimizer's own."""

@@ -79,7 +79,7 @@ class ShardPlaces:
         rank = world().rank
         for p, shard in members:
             local = p._local
-            if local.nbytes >= ALONE_BYTES and _in_a_row(p, shard):
+            if local.nbytes >= ALONE_BYTES and _shards_are_consecutive(p, shard):
                 whole, ranks = local.detach(), shard.ranks(rank)
                 self.alone.append(
                     (
@@ -178,7 +178,7 @@ class SteppedShards:
                 )
 
 
-def _in_a_row(p: GlobalTensor, shard: StorageSpec) -> bool:
+def _shards_are_consecutive(p: GlobalTensor, shard: StorageSpec) -> bool:
     """Return True if the shards of a parameter's local tensor are consecutive in its memory."""
     split = {e.dim for a, e in enumerate(shard.layout) if a in shard.axes}
     return split == {0} and p._local.is_contiguous()

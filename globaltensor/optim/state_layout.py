@@ -40,20 +40,20 @@ def relay_state(p: torch.Tensor, known: State) -> None:
 
     A loaded state may share its tensors with another optimizer. If boxing separates the moments,
     the counts of steps must be separated too."""
-    laid = {k: _laid(p, v, k) for k, v in known.items()}
+    laid = {k: _box_state_value(p, v, k) for k, v in known.items()}
     moved = any(laid[k] is not v for k, v in known.items())
     for k, v in laid.items():
         known[k] = v.clone() if moved and v is known[k] and isinstance(v, torch.Tensor) else v
 
 
-def _laid(p: torch.Tensor, value: Any, key: Any) -> Any:
+def _box_state_value(p: torch.Tensor, value: Any, key: Any) -> Any:
     """Box a value of a parameter's state: each tensor of the parameter's shape.
 
     The result has the layout of the stepped tensor. Counts of steps remain the same."""
     if type(value) is dict:
-        return {k: _laid(p, v, k) for k, v in value.items()}
+        return {k: _box_state_value(p, v, k) for k, v in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_laid(p, v, key) for v in value)
+        return type(value)(_box_state_value(p, v, key) for v in value)
     if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
         if isinstance(p, GlobalTensor):
             return state_beside(p, stepped(p), value)

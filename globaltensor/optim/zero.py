@@ -171,14 +171,14 @@ class Zero:
                 continue
             self.shared[p] = shares
             if self.stage == 3 and shares.placement is p._spec.placement:
-                _lay(p, shares)
+                _store_in_layout(p, shares)
                 continue
             grad = p.grad
             p._shard = shares
             if self.stage >= 2:
                 p._grad_shard = shares
                 if p._leaf is not None:
-                    p._leaf.keep(shares)
+                    p._leaf.set_storage(shares)
                     p._leaf.value = None
                     leaves.append(p._leaf)
                 largest = max(
@@ -187,7 +187,7 @@ class Zero:
                 )
                 p.grad = grad
         reducer().expect(leaves, min(max(largest, MIN_BUCKET_BYTES), MAX_BUCKET_BYTES))
-        self._relay()
+        self._relay_optimizers()
         return self
 
     def detach(self) -> None:
@@ -197,22 +197,22 @@ class Zero:
         shared, self.shared = self.shared, {}
         for p, shares in shared.items():
             if p._spec is shares:
-                _lay(p, shares.shown)
+                _store_in_layout(p, shares.shown)
             elif p._shard is shares:
                 grad = p.grad
                 p._shard = p._grad_shard = None
                 if p._leaf is not None:
-                    p._leaf.keep(None)
+                    p._leaf.set_storage(None)
                     p._leaf.value = None
                 p.grad = grad
-        self._relay()
+        self._relay_optimizers()
 
-    def _relay(self) -> None:
+    def _relay_optimizers(self) -> None:
         for optimizer in self.optimizers:
             relay(optimizer)
 
 
-def _lay(p: GlobalTensor, spec: Spec) -> None:
+def _store_in_layout(p: GlobalTensor, spec: Spec) -> None:
     """Store a parameter, and its gradient, in another layout."""
     grad, local = p.grad, box(local_of(p).detach(), p._spec, spec, why="ZeRO", alias=False)
     if world().rank in spec.placement._coordinates:

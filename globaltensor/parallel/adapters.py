@@ -117,7 +117,9 @@ def layers_in(model: nn.Module) -> list[Layer]:
     """Return all layers of a model in order, without those that belong to another layer."""
     modules = dict(model.named_modules())
     layers = [
-        _seated(path, module, modules) for path, module in modules.items() if _is_layer(module)
+        _outermost_layer(path, module, modules)
+        for path, module in modules.items()
+        if _is_layer(module)
     ]
     # if several are in one module, the first counts
     tops = {layer.path: layer for layer in reversed(layers)}
@@ -125,29 +127,29 @@ def layers_in(model: nn.Module) -> list[Layer]:
         layer
         for layer in layers
         if tops[layer.path] is layer
-        and not any(top in tops and top != layer.path for top in _above(layer.path))
+        and not any(top in tops and top != layer.path for top in _parent_paths(layer.path))
     ]
 
 
-def _above(path: str) -> Iterator[str]:
+def _parent_paths(path: str) -> Iterator[str]:
     """Yield the paths of the modules that contain the module at ``path``."""
     while path:
         path = path.rpartition(".")[0]
         yield path
 
 
-def _seated(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> Layer:
+def _outermost_layer(inner: str, base: nn.Module, modules: Mapping[str, nn.Module]) -> Layer:
     """Return a layer with the outermost module in its place."""
     path = inner
     while path:
         parent, _, name = path.rpartition(".")
-        if not _stands_for(modules[parent], name, base):
+        if not _represents_child(modules[parent], name, base):
             break
         path = parent
     return Layer(inner, base, path, modules[path])
 
 
-def _stands_for(module: nn.Module, name: str, base: nn.Module) -> bool:
+def _represents_child(module: nn.Module, name: str, base: nn.Module) -> bool:
     """Return True if a module represents its child ``name``, with pairs of low-rank matrices.
 
     The child is ``base``, or itself represents ``base``."""

@@ -100,7 +100,7 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
     tokens = hidden if hidden.dim() == 2 else hidden.reshape(-1, hidden.shape[-1])
     if index.dim() != 2:
         index, weights = index.reshape(-1, index.shape[-1]), weights.reshape(-1, weights.shape[-1])
-    function = _OnParts(weakref.ref(module), tuple(own), tuple(common))
+    function = _LocalExpertsForward(weakref.ref(module), tuple(own), tuple(common))
     out = moe_experts(
         tokens,
         index,
@@ -113,7 +113,7 @@ def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) 
 
 
 @dataclass(frozen=True)
-class _OnParts(TokenFunction):
+class _LocalExpertsForward(TokenFunction):
     """A module's own ``forward`` on the experts of a rank.
 
     Two are equal for the same module, because they are part of the keys of plans. The reference to

@@ -64,7 +64,7 @@ def check_same_keys(module: torch.nn.Module, state_dict: Mapping[str, Any]) -> N
             )
 
 
-def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_load_state_dict(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def run(self: torch.nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
         if isinstance(state_dict, Mapping):
@@ -74,7 +74,7 @@ def _checked(load: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _passing(load: Callable[..., None]) -> Callable[..., None]:
+def _wrap_load_from_state_dict(load: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(load)
     def run(self: torch.nn.Module, *args: Any) -> None:
         *others, error_messages = args
@@ -87,8 +87,8 @@ def _passing(load: Callable[..., None]) -> Callable[..., None]:
 
 def install() -> None:
     """Patch torch.nn.Module: the ranks compare names, and their errors come out once."""
-    patch("torch.nn:Module.load_state_dict", _checked)
-    patch("torch.nn:Module._load_from_state_dict", _passing)
+    patch("torch.nn:Module.load_state_dict", _wrap_load_state_dict)
+    patch("torch.nn:Module._load_from_state_dict", _wrap_load_from_state_dict)
 
 
 install()

@@ -49,7 +49,7 @@ def find_shared_memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> SharedMem
     forms: dict[Any, list[tuple[str, torch.Tensor]]] = defaultdict(list)
     places: dict[Any, list[_Place]] = defaultdict(list)
     for t, path in first.items():
-        local = _in_memory(t)
+        local = _local_with_memory(t)
         if local is None:
             continue
         storage = local.device, torch_private.storage_key(local)
@@ -82,7 +82,7 @@ def find_shared_memory(tensors: Sequence[tuple[str, torch.Tensor]]) -> SharedMem
     return SharedMemory(owners, overlap)
 
 
-def _in_memory(t: torch.Tensor) -> torch.Tensor | None:
+def _local_with_memory(t: torch.Tensor) -> torch.Tensor | None:
     """Return the local tensor whose memory counts, or None if it has none."""
     if isinstance(parameter_described(t), TensorKind):
         return None

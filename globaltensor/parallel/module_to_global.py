@@ -63,7 +63,7 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
     ]
 
 
-def _plan(
+def _resolve_layout(
     placement: Placement | None, sbp: SbpChoice | None, what: str, path: str, tensor: torch.Tensor
 ) -> tuple[Placement, list[Sbp]]:
     """Return placement and sbp of one tensor.
@@ -137,7 +137,7 @@ class SameModel:
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
         """Make the tensors global, each with the sbp from `sbp_for`, and return the module."""
         plans = {
-            path: _plan(
+            path: _resolve_layout(
                 self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]
             )
             for path, held, name in self.slots
@@ -154,10 +154,10 @@ class SameModel:
             if owner_path != path:
                 _share_memory(old, tensors[owner_path])  # type: ignore[arg-type]
             elif isinstance(old, GlobalTensor):
-                set_data(old, _moved(old, where, layout))
+                set_data(old, _copy_to_global(old, where, layout))
             else:
                 grad = _moved_grad(old, where, layout)
-                become_global(old, _moved(old, where, layout), grad)
+                become_global(old, _copy_to_global(old, where, layout), grad)
         for part in self.module.modules():
             torch_private.refresh_weights(part)
         return self.module
@@ -183,14 +183,14 @@ def _moved_grad(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> G
     grad = old.grad if old.is_leaf and old.requires_grad else None
     if grad is None:
         return None
-    value = _moved(grad, placement, layout)
+    value = _copy_to_global(grad, placement, layout)
     if type(grad) is not torch.Tensor or grad.requires_grad:
         return value
     become_global(grad, value)
     return grad  # type: ignore[return-value]
 
 
-def _moved(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
+def _copy_to_global(old: torch.Tensor, placement: Placement, layout: list[Sbp]) -> GlobalTensor:
     """Return the value of ``old`` as a global tensor with separate memory."""
     with torch.no_grad():
         value = old.detach()

@@ -113,15 +113,17 @@ def parallelize(
     # before shapes are read, because not every kind of parameter has one
     same = SameModel(model, placement, "parallelize")
     if plan == "auto":
-        searched: nn.Module = MODEL_PLANNERS["auto"](_dispatched(model), placement, inputs)
+        searched: nn.Module = MODEL_PLANNERS["auto"](
+            _dispatch_expert_tokens(model), placement, inputs
+        )
         return searched
     if (apply_plan := MODEL_PLANNERS.get(type(plan))) is not None:
-        planned: nn.Module = apply_plan(_dispatched(model), placement, plan)
+        planned: nn.Module = apply_plan(_dispatch_expert_tokens(model), placement, plan)
         return planned
     names = _names(plan, placement.axes)
     if names is None:
         same.lay_out(plan)  # type: ignore[arg-type]
-        return _dispatched(model)
+        return _dispatch_expert_tokens(model)
     recipes = [PLANS[name](model, size) for name, size in zip(names, placement.shape, strict=True)]
     buffers = {path for path, _ in model.named_buffers(remove_duplicate=False)}
 
@@ -134,16 +136,16 @@ def parallelize(
             module.register_forward_hook(Settled(axis, recipe.in_time))
         for module in recipe.gathered:
             module.register_forward_pre_hook(Gathered(axis), with_kwargs=True)
-    return _dispatched(model)
+    return _dispatch_expert_tokens(model)
 
 
-def _dispatched(model: nn.Module) -> nn.Module:
+def _dispatch_expert_tokens(model: nn.Module) -> nn.Module:
     for module in experts_in(model).values():
         dispatch_tokens(module)
     return model
 
 
-def _boxed(x: GlobalTensor, axis: int, entry: Sbp) -> Any:
+def _box_axis(x: GlobalTensor, axis: int, entry: Sbp) -> Any:
     return x.to_global(sbp=[entry if a == axis else e for a, e in enumerate(x.sbp)])
 
 
@@ -161,11 +163,11 @@ class Settled:
             return None
         entry = output.sbp[self.axis]
         if entry.is_partial:
-            return _boxed(
+            return _box_axis(
                 output, self.axis, split(1) if self.in_time and output.dim() > 2 else broadcast
             )
         return (
-            _boxed(output, self.axis, broadcast)
+            _box_axis(output, self.axis, broadcast)
             if entry.is_split and entry.dim == output.dim() - 1
             else None
         )
@@ -193,7 +195,7 @@ class Gathered:
         ):
             return x
         entry = x.sbp[self.axis]
-        return _boxed(x, self.axis, broadcast) if entry.is_split and entry.dim == 1 else x
+        return _box_axis(x, self.axis, broadcast) if entry.is_split and entry.dim == 1 else x
 
 
 def _names(plan: Any, axes: int) -> list[str] | None:

@@ -41,20 +41,22 @@ def declared_splits(model: nn.Module) -> list[SplitParameter]:
     one."""
     layers = layers_in(model)
     splits = [
-        part for path, module, plan in _plans(model) for part in _by(plan, path, module, layers)
+        part
+        for path, module, plan in _plans(model)
+        for part in _splits_of_plan(plan, path, module, layers)
     ]
     # A column layer that is wider than the inputs of the row layer with the same parent computes
     # several tensors at once (queries, keys and values). Each of them remains split when the output
     # is cut.
     taken = {
-        _around(part): part.base.in_features
+        _parent_path(part): part.base.in_features
         for part in splits
         if not part.column and isinstance(part.base, nn.Linear)
     }
     several = [
         part.column
         and isinstance(part.base, nn.Linear)
-        and part.base.out_features > taken.get(_around(part), math.inf)
+        and part.base.out_features > taken.get(_parent_path(part), math.inf)
         for part in splits
     ]
     return [
@@ -80,7 +82,7 @@ def _plans(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, 
         yield from _plans(child, f"{path}.{name}".lstrip("."))
 
 
-def _by(
+def _splits_of_plan(
     plan: Mapping[str, Any], at: str, model: nn.Module, layers: Sequence[Layer]
 ) -> Iterator[SplitParameter]:
     """Yield the splits of parameters that the plan of the model at path ``at`` defines."""
@@ -164,7 +166,7 @@ def cuts_heads(
     Such a layer has fewer heads than another layer with the same parent (those of keys and values).
     If it were split, ranks would have fractions of a head. Every rank then computes them all, as in
     Megatron-LM, and nothing is communicated."""
-    around, layer = _around(part), part.base
+    around, layer = _parent_path(part), part.base
     width = getattr(model.get_submodule(around), "head_dim", None)
     if (
         not part.column
@@ -176,12 +178,12 @@ def cuts_heads(
     widest = max(
         p.base.out_features
         for p in parts
-        if p.column and isinstance(p.base, nn.Linear) and _around(p) == around
+        if p.column and isinstance(p.base, nn.Linear) and _parent_path(p) == around
     )
     return layer.out_features < widest and layer.out_features % (width * size) != 0
 
 
-def _around(part: SplitParameter) -> str:
+def _parent_path(part: SplitParameter) -> str:
     """Return the path of the module that contains a parameter's layer."""
     return part.layer.rpartition(".")[0]
 
@@ -213,7 +215,7 @@ def paired_splits(model: nn.Module) -> list[SplitParameter]:
     for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
         if scope:
             families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
-            splits += _paired(families)
+            splits += _splits_of_pairs(families)
     return [*splits, *_vocabulary(layers)]
 
 
@@ -235,31 +237,31 @@ def _scope(path: str) -> str:
     return ".".join(parts[: last + 1])
 
 
-def _paired(families: list[list[Layer]]) -> Iterator[SplitParameter]:
+def _splits_of_pairs(families: list[list[Layer]]) -> Iterator[SplitParameter]:
     """Yield the splits of the pairs in a block.
 
     ``families``: the linear layers of the block, grouped by their parents."""
     waiting: list[Layer] = []  # columns whose row has not been found yet
     for i, family in enumerate(families):
         first, last = family[0], family[-1]
-        if waiting and len(family) == 1 and _closes(waiting[0], last):
-            yield from _pair(waiting, last)
+        if waiting and len(family) == 1 and _restores_width(waiting[0], last):
+            yield from _split_pair(waiting, last)
             waiting = []
-        elif len(family) > 1 and _closes(first, last) and not _queries(family):
-            yield from _pair(family[:-1], last)
+        elif len(family) > 1 and _restores_width(first, last) and not _is_qkv(family):
+            yield from _split_pair(family[:-1], last)
             waiting = []
         else:
             after = families[i + 1] if i + 1 < len(families) else []
             waiting = (
                 family
                 if len(after) == 1
-                and _closes(first, after[0])
+                and _restores_width(first, after[0])
                 and len({layer.inputs for layer in family}) == 1
                 else []
             )
 
 
-def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[SplitParameter]:
+def _split_pair(columns: Sequence[Layer], row: Layer) -> Iterator[SplitParameter]:
     for layer in columns:
         # several in one (queries, keys and values): each remains split when the output is cut
         several = layer.outputs > row.inputs and layer.outputs % row.inputs == 0
@@ -271,7 +273,7 @@ def _pair(columns: Sequence[Layer], row: Layer) -> Iterator[SplitParameter]:
     yield from _row(row)
 
 
-def _closes(first: Layer, last: Layer) -> bool:
+def _restores_width(first: Layer, last: Layer) -> bool:
     """Return True if ``last`` maps the outputs of ``first`` back to the size of its inputs.
 
     Its inputs may be a share of these outputs, because queries, keys and values may be one
@@ -279,7 +281,7 @@ def _closes(first: Layer, last: Layer) -> bool:
     return first.outputs % last.inputs == 0 and last.outputs == first.inputs
 
 
-def _queries(family: list[Layer]) -> bool:
+def _is_qkv(family: list[Layer]) -> bool:
     """Return True for three equal layers: queries, keys and values.
 
     Their row layer has another parent."""

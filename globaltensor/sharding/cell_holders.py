@@ -65,7 +65,7 @@ class Holders:
     def label(self, width: float, lines: int) -> list[list[Token]]:
         """Return the label of the cell in lines that fit, with as many ranks as possible."""
         for limit in (24, 16, 12, 8, 6, 5, 4, 3):
-            rows = _flow(self._tokens(self.ranks, self.entries, limit), width)
+            rows = _break_lines(self._tokens(self.ranks, self.entries, limit), width)
             if rows and len(rows) <= lines:
                 return rows
         return [[("text", f"{self.ranks.size} ranks")]]
@@ -96,7 +96,7 @@ def token_width(token: Token) -> float:
     return text_width(text, LABEL_SIZE) + (11 if kind == "rank" else 3)
 
 
-def _flow(tokens: Sequence[Token], width: float) -> list[list[Token]]:
+def _break_lines(tokens: Sequence[Token], width: float) -> list[list[Token]]:
     """Return the tokens in lines of at most ``width`` px; none where there is no room for one.
 
     A line starts with a rank or an opening bracket.

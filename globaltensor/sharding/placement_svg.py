@@ -57,8 +57,8 @@ def draw_placement(canvas: SvgCanvas, placement: Placement) -> None:
     canvas.y += 2
     blocks = list(np.ndindex(*placement.shape[:-2]))
     few = placement.size > MAX_RANKS or len(blocks) > 1
-    rows = _folded(placement.shape[down], FEWER_ROWS if few else ROWS)
-    columns = _folded(placement.shape[across], columns_with_room(placement, PADDING, False))
+    rows = _folded_indices(placement.shape[down], FEWER_ROWS if few else ROWS)
+    columns = _folded_indices(placement.shape[across], columns_with_room(placement, PADDING, False))
     for number, block in enumerate(blocks):
         if len(blocks) > PANELS and PANELS - 2 < number < len(blocks) - 1:
             if number == PANELS - 1:
@@ -110,7 +110,7 @@ def _draw_row_of_ranks(
     canvas.y -= 8
 
 
-def _folded(count: int, limit: int) -> list[DrawnPiece]:
+def _folded_indices(count: int, limit: int) -> list[DrawnPiece]:
     """Return the indices of an axis, the middle ones folded beyond ``limit``."""
     if count <= limit:
         return [DrawnPiece(i, i, 1) for i in range(count)]

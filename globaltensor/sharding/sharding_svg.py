@@ -93,7 +93,7 @@ def draw_spec(
         for axis, entry in enumerate(spec.layout):
             ranks = spec.placement.shape[axis]
             canvas.line(
-                f"axis {axis}, {ranks} rank{'s' * (ranks > 1)}: {entry.short}, {_meaning(entry)}",
+                f"axis {axis}, {ranks} rank{'s' * (ranks > 1)}: {entry.short}, {_describe(entry)}",
                 "soft",
             )
     canvas.y += 6
@@ -117,7 +117,7 @@ def draw_spec(
         canvas.line("not to scale", "soft")
 
 
-def _meaning(entry: Sbp) -> str:
+def _describe(entry: Sbp) -> str:
     if entry.is_split:
         unit = f", unit {entry.unit}" if entry.unit != 1 else ""
         return f"dim {entry.dim} is split{unit}"

@@ -87,7 +87,7 @@ class Spec:
         spec = cls._interned.get(key)
         if spec is not None:
             return spec
-        layout = _canonical(key[0], placement, as_layout(sbp, placement.axes))
+        layout = _canonical_layout(key[0], placement, as_layout(sbp, placement.axes))
         canonical = (key[0], dtype, placement, layout)
         spec = cls._interned.get(canonical)
         if spec is None:
@@ -324,7 +324,7 @@ def _rebuild_storage_spec(spec: Spec, shown: Spec, axes: Sequence[int]) -> Stora
     return StorageSpec.of(spec, shown, axes)
 
 
-def _canonical(
+def _canonical_layout(
     shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]
 ) -> tuple[Sbp, ...]:
     """Resolve negative dims, refuse dims out of range, and drop units that change nothing."""

@@ -44,7 +44,7 @@ def to_global(
     PlacementError, ShapeError.
     """
     if warn_on_non_tensor_leaf:
-        _warn_of(input)
+        _warn_unchanged(input)
     tensors = object_tensors(input, [])
     if placement is not None:
         check_placement(placement)
@@ -81,13 +81,13 @@ def _shape(input: Any) -> Any:
     ]
 
 
-def _warn_of(value: Any) -> None:
+def _warn_unchanged(value: Any) -> None:
     if isinstance(value, dict):
         for v in value.values():
-            _warn_of(v)
+            _warn_unchanged(v)
     elif isinstance(value, (tuple, list)) and not isinstance(value, torch.Size):
         for v in value:
-            _warn_of(v)
+            _warn_unchanged(v)
     elif not isinstance(value, _LEAVES):
         warn_user(
             f"global_view.to_global: a {type(value).__name__} is no tensor and stays unchanged "

@@ -131,17 +131,17 @@ def memory_summary(
     parameters = list(parameters)
     state = [] if optimizer is None else tensors_in(list(optimizer.state.values()), [])
     kinds: dict[str, Iterable[tuple[str, int, int]]] = {
-        "parameters": map(_held, _once(parameters)),
-        "gradients": (held for p in _once(parameters) for held in _gradients(p)),
-        "optimizer state": map(_held, _once(state)),
-        "buffers": map(_held, _once(() if model is None else model.buffers())),
+        "parameters": map(_tensor_bytes, _unique_tensors(parameters)),
+        "gradients": (held for p in _unique_tensors(parameters) for held in _gradients(p)),
+        "optimizer state": map(_tensor_bytes, _unique_tensors(state)),
+        "buffers": map(_tensor_bytes, _unique_tensors(() if model is None else model.buffers())),
     }
-    rows = [row for kind, held in kinds.items() for row in _grouped(kind, held)]
+    rows = [row for kind, held in kinds.items() for row in _rows_by_layout(kind, held)]
     device, peak = _on_device()
     return MemorySummary(world().rank, tuple(rows), resident_memory(), device, peak)
 
 
-def _once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+def _unique_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     seen: set[int] = set()
     for t in tensors:
         if id(t) not in seen:
@@ -149,7 +149,7 @@ def _once(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             yield t
 
 
-def _held(t: torch.Tensor) -> tuple[str, int, int]:
+def _tensor_bytes(t: torch.Tensor) -> tuple[str, int, int]:
     """Return (layout, bytes here, full bytes) of a tensor."""
     if isinstance(t, GlobalTensor):
         return _global(t._spec, t._stored)
@@ -175,7 +175,7 @@ def _gradients(p: torch.Tensor) -> Iterator[tuple[str, int, int]]:
     """
     if not isinstance(p, GlobalTensor):
         if p.grad is not None:
-            yield _held(p.grad)
+            yield _tensor_bytes(p.grad)
         return
     leaf, pending = p._leaf, p._stored.grad
     if pending is not None:
@@ -184,7 +184,7 @@ def _gradients(p: torch.Tensor) -> Iterator[tuple[str, int, int]]:
         yield _global(leaf.grad_spec, leaf.value)
 
 
-def _grouped(kind: str, held: Iterable[tuple[str, int, int]]) -> list[MemoryRow]:
+def _rows_by_layout(kind: str, held: Iterable[tuple[str, int, int]]) -> list[MemoryRow]:
     rows: dict[str, MemoryRow] = {}
     for layout, here, full in held:
         old = rows.get(layout, MemoryRow(kind, layout, 0, 0, 0))

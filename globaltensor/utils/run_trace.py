@@ -52,11 +52,11 @@ def trace(
     >>> {e["pid"] for e in events}, any(e["name"] == "aten::mm" for e in events)
     ({0}, True)
     """
-    return _traced(path, record_shapes, with_stack)
+    return _record_trace(path, record_shapes, with_stack)
 
 
 @contextlib.contextmanager
-def _traced(path: Path, record_shapes: bool, with_stack: bool) -> Iterator[profile]:
+def _record_trace(path: Path, record_shapes: bool, with_stack: bool) -> Iterator[profile]:
     this_world = world()
     if isinstance(this_world, SimulatedWorld) and this_world.size > 1:
         raise WorldError(
@@ -71,7 +71,7 @@ def _traced(path: Path, record_shapes: bool, with_stack: bool) -> Iterator[profi
     recorder = profile(activities=activities, record_shapes=record_shapes, with_stack=with_stack)
     with recorder:
         yield recorder
-    traces = _collected(this_world, _compact(_exported(recorder), this_world.rank, offset))
+    traces = _gather_traces(this_world, _compact(_export_trace(recorder), this_world.rank, offset))
     if this_world.rank == 0:
         write_text(path, json.dumps(merged(traces), separators=(",", ":")))
 
@@ -102,7 +102,7 @@ def _start_together(this_world: World, path: Path) -> float:
     return (clocks[this_world.rank] - clocks[0]) / 1e3 if this_world.node_size > 1 else 0.0
 
 
-def _exported(recorder: profile) -> dict[str, Any]:
+def _export_trace(recorder: profile) -> dict[str, Any]:
     """Return the Chrome trace of one rank's profiler."""
     with tempfile.TemporaryDirectory() as folder:
         file = os.path.join(folder, "trace.json")
@@ -144,7 +144,7 @@ def _compact(rank_trace: dict[str, Any], rank: int, offset: float) -> dict[str, 
     }
 
 
-def _collected(this_world: World, own_trace: dict[str, Any]) -> list[dict[str, Any]]:
+def _gather_traces(this_world: World, own_trace: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the traces of all ranks on rank 0, and none elsewhere. Collective."""
     if this_world.size == 1:
         return [own_trace]

@@ -87,7 +87,7 @@ def of_other_functions() -> list[str]:
 
 def without_shared_memory() -> str:
     comm: Any = world().comm((1, 0))
-    comm._near = {torch.device("cpu"): None}
+    comm._peers = {torch.device("cpu"): None}
     for _ in range(70):  # the next collective is not compared in a separate message
         comm.barrier()
     text = refused(

@@ -32,7 +32,7 @@ def connected(program: Callable[[], Any]) -> Any:
     here = world()
     for channel in [here.channel(source, target, CPU) for source, target in ((0, 1), (1, 0))]:
         channel.connect()
-        assert not host() or channel._near is not None
+        assert not host() or channel._peers is not None
     try:
         return program()
     finally:

@@ -53,24 +53,24 @@ def test_parts_are_found_by_topic_and_number(two: list[SharedMemoryPeers]) -> No
     a, b = two
     sizes = [1, 63, 64, 65, 4096, 5000, 1 << 20, (64 << 20) + 1]
     for number, n in enumerate(sizes):
-        a.leave(5, number, [(some(n, number), (7,))])
-    b.leave(6, 0, [(some(9, 1), (3,))])
+        a.publish(5, number, [(some(n, number), (7,))])
+    b.publish(6, 0, [(some(9, 1), (3,))])
     for number in reversed(range(len(sizes))):
-        part = b.find(3, 5, number, sizes[number], soon)
+        part = b.read(3, 5, number, sizes[number], soon)
         assert torch.equal(part.data, some(sizes[number], number)), sizes[number]
         assert part.data.data_ptr() % 64 == 0  # the alignment fits every dtype
         part.done()
-    assert torch.equal(a.find(7, 6, 0, 9, soon).data, some(9, 1))
+    assert torch.equal(a.read(7, 6, 0, 9, soon).data, some(9, 1))
 
 
 def test_one_part_for_several_and_several_for_one_each() -> None:
     ends = met(0, 1, 2)
-    ends[0].leave(1, 1, [(some(100, 1), (1, 2)), (some(200, 2), ())])
-    ends[0].leave(1, 2, [(some(100, 3), (2,)), (some(300, 4), (1,))])
-    assert torch.equal(ends[1].find(0, 1, 1, 100, soon).data, some(100, 1))
-    assert torch.equal(ends[2].find(0, 1, 1, 100, soon).data, some(100, 1))
-    assert torch.equal(ends[1].find(0, 1, 2, 300, soon).data, some(300, 4))
-    assert torch.equal(ends[2].find(0, 1, 2, 100, soon).data, some(100, 3))
+    ends[0].publish(1, 1, [(some(100, 1), (1, 2)), (some(200, 2), ())])
+    ends[0].publish(1, 2, [(some(100, 3), (2,)), (some(300, 4), (1,))])
+    assert torch.equal(ends[1].read(0, 1, 1, 100, soon).data, some(100, 1))
+    assert torch.equal(ends[2].read(0, 1, 1, 100, soon).data, some(100, 1))
+    assert torch.equal(ends[1].read(0, 1, 2, 300, soon).data, some(300, 4))
+    assert torch.equal(ends[2].read(0, 1, 2, 100, soon).data, some(100, 3))
     for end in ends:
         end.close()
 
@@ -78,29 +78,29 @@ def test_one_part_for_several_and_several_for_one_each() -> None:
 def test_memory_serves_again_once_all_have_read_it(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     for number in range(50):
-        a.leave(1, number, [(some(10_000, number), (7,))])
-        part = b.find(3, 1, number, 10_000, soon)
+        a.publish(1, number, [(some(10_000, number), (7,))])
+        part = b.read(3, 1, number, 10_000, soon)
         assert torch.equal(part.data, some(10_000, number))
         part.done()
     assert a._arena.bytes == 16384
-    a.leave(1, 100, [(some(10_000, 100), (7,))])
-    kept = b.find(3, 1, 100, 10_000, soon)
+    a.publish(1, 100, [(some(10_000, 100), (7,))])
+    kept = b.read(3, 1, 100, 10_000, soon)
     for number in range(101, 120):  # data that is still being read is not overwritten
-        a.leave(1, number, [(some(10_000, number), (7,))])
+        a.publish(1, number, [(some(10_000, number), (7,))])
     assert torch.equal(kept.data, some(10_000, 100))
 
 
 def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     for number in range(0, 40, 2):
-        a.leave(1, number, [(some(10_000), (7,))])
+        a.publish(1, number, [(some(10_000), (7,))])
         assert number % 4 or b.has_arrived(3, 1, number)
         b.forget(3, 1, number)  # the block is already known, or not yet
         b.forget(3, 1, number + 1)
-        a.leave(1, number + 1, [(some(10_000), (7,))])
-        b.leave(2, number, [(some(1), (3,))])
+        a.publish(1, number + 1, [(some(10_000), (7,))])
+        b.publish(2, number, [(some(1), (3,))])
         assert not b.has_arrived(3, 9, 9)
-        a.find(7, 2, number, 1, soon).done()
+        a.read(7, 2, number, 1, soon).done()
     assert a._arena.unread() == 0
     assert not b._arrived
     assert not b._unwanted
@@ -109,8 +109,8 @@ def test_what_nobody_wants_does_not_keep_its_memory(two: list[SharedMemoryPeers]
 def test_many_notes_that_nobody_reads_yet(two: list[SharedMemoryPeers]) -> None:
     def run(me: SharedMemoryPeers, other: int) -> int:
         for number in range(3000):  # more than a socket holds: each peer receives while it sends
-            me.leave(1, number, [(some(8, number), (other,))])
-        return sum(int(me.find(other, 1, number, 8, soon).data.sum()) for number in range(3000))
+            me.publish(1, number, [(some(8, number), (other,))])
+        return sum(int(me.read(other, 1, number, 8, soon).data.sum()) for number in range(3000))
 
     want = sum(int(some(8, number).sum()) for number in range(3000))
     with ThreadPoolExecutor(2) as pool:
@@ -127,14 +127,14 @@ def test_a_sender_that_can_wait_does_not_fill_the_memory(
 
     def read() -> None:
         for number in range(200):
-            part = b.find(3, 1, number, 100_000, soon)
+            part = b.read(3, 1, number, 100_000, soon)
             assert torch.equal(part.data, some(100_000, number))
             part.done()
 
     reader = threading.Thread(target=read)
     reader.start()
     for number in range(200):
-        a.leave(1, number, [(some(100_000, number), (7,))], patient=True)
+        a.publish(1, number, [(some(100_000, number), (7,))], patient=True)
     reader.join(60)
     assert not reader.is_alive()
     assert a._arena.bytes <= 2 << 20
@@ -142,32 +142,32 @@ def test_a_sender_that_can_wait_does_not_fill_the_memory(
 
 def test_one_that_waits_hears_at_once(two: list[SharedMemoryPeers]) -> None:
     a, b = two
-    timer = threading.Timer(0.2, a.leave, (1, 1, [(some(5), (7,))]))
+    timer = threading.Timer(0.2, a.publish, (1, 1, [(some(5), (7,))]))
     timer.start()
-    assert torch.equal(b.find(3, 1, 1, 5, soon).data, some(5))
+    assert torch.equal(b.read(3, 1, 1, 5, soon).data, some(5))
     timer.join()
 
 
 def test_errors(two: list[SharedMemoryPeers]) -> None:
     a, b = two
-    a.leave(1, 1, [(some(5), (7,))])
+    a.publish(1, 1, [(some(5), (7,))])
     with pytest.raises(
         PeerLost,
         match="rank 3 has sent 5 bytes where 6 were expected: the ranks run different operations",
     ):
-        b.find(3, 1, 1, 6, soon)
+        b.read(3, 1, 1, 6, soon)
     with pytest.raises(PeerLost, match=r"nothing has come from rank 3 for 0 s: timed out"):
-        b.find(3, 1, 2, 6, lambda: 0.1)
-    a.leave(1, 3, [(some(70_000_000), (7,))])
+        b.read(3, 1, 2, 6, lambda: 0.1)
+    a.publish(1, 3, [(some(70_000_000), (7,))])
     a.close()
     assert torch.equal(
-        b.find(3, 1, 3, 70_000_000, soon).data, some(70_000_000)
+        b.read(3, 1, 3, 70_000_000, soon).data, some(70_000_000)
     )  # the block arrived before the peer closed
     assert b.has_arrived(3, 1, 4)  # waiting for this block ends immediately
     with pytest.raises(PeerLost, match="rank 3 has gone"):
-        b.find(3, 1, 4, 5, soon)
+        b.read(3, 1, 4, 5, soon)
     with pytest.raises(PeerLost, match="rank 3 has gone"):
-        b.leave(1, 5, [(some(1), (3,))])
+        b.publish(1, 5, [(some(1), (3,))])
 
 
 def test_strangers_are_sent_away() -> None:
@@ -182,8 +182,8 @@ def test_strangers_are_sent_away() -> None:
             pool.submit(b.connect, {0: a.name}, soon),
         ]:
             done.result(30)
-    a.leave(1, 1, [(some(5), (1,))])
-    assert torch.equal(b.find(0, 1, 1, 5, soon).data, some(5))
+    a.publish(1, 1, [(some(5), (1,))])
+    assert torch.equal(b.read(0, 1, 1, 5, soon).data, some(5))
     with pytest.raises(PeerLost, match="rank 2, of the same host, did not connect within 0 s"):
         a.connect({2: "nobody"}, lambda: 0.1)
     b.close()
@@ -197,8 +197,8 @@ def test_strangers_are_sent_away() -> None:
 def test_nothing_is_left_behind(two: list[SharedMemoryPeers]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     a, b = met(0, 1)
-    a.leave(1, 1, [(some(100_000), (1,))])
-    b.find(0, 1, 1, 100_000, soon).done()
+    a.publish(1, 1, [(some(100_000), (1,))])
+    b.read(0, 1, 1, 100_000, soon).done()
     a.close()
     a.close()
     b.close()
@@ -218,7 +218,7 @@ def test_a_child_of_a_fork_does_not_hold_its_parents_ends(two: list[SharedMemory
     try:
         a.close()
         with pytest.raises(PeerLost, match="rank 3 has gone"):
-            b.find(3, 1, 1, 5, soon)
+            b.read(3, 1, 1, 5, soon)
     finally:
         os.close(into)
         os.waitpid(child, 0)

@@ -124,7 +124,7 @@ def test_of_two_that_find_an_old_file_one_gets_its_place(tmp_path: Path) -> None
     with (tmp_path / "a").open("w") as a, (tmp_path / "b").open("w") as b:
         fcntl.flock(a, fcntl.LOCK_EX)
         fcntl.flock(b, fcntl.LOCK_EX)
-        assert room._put(a.name, path)
-        assert not room._put(b.name, path)
+        assert room._link_or_rename(a.name, path)
+        assert not room._link_or_rename(b.name, path)
     path.unlink()
     (tmp_path / "b").unlink()

@@ -429,7 +429,9 @@ def test_the_interface_of_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
     found = finding("network")
     assert (found.status, found.values["gloo"]) == ("ok", "lo")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
-    monkeypatch.setattr("globaltensor.distributed.network._meaning", lambda name: "203.0.113.9")
+    monkeypatch.setattr(
+        "globaltensor.distributed.network._resolve_host", lambda name: "203.0.113.9"
+    )
     found = finding("network")
     assert found.status == "warn"
     assert "no interface has 203.0.113.9" in found.what
@@ -489,7 +491,7 @@ def test_versions_that_are_too_old_and_packages_that_lack(monkeypatch: pytest.Mo
         assert (found.status, found.what.partition(", ")[2]) == ("warn", "not installed")
     requires = ["numpy", 'highspy>=1.10; extra == "auto"', "no-such>=3 ; extra == 'hf'"]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
-    monkeypatch.setattr(checks, "_installed", lambda package: package == "highspy")
+    monkeypatch.setattr(checks, "_is_installed", lambda package: package == "highspy")
     found = finding("extras")
     assert (found.status, found.what) == ("ok", "auto installed; hf lacks no-such")
     assert found.values == {"installed": ["auto"], "missing": {"hf": ["no-such"]}}

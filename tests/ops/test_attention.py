@@ -26,8 +26,8 @@ from globaltensor._base import torch_private
 from globaltensor._ops.rules.attention import blocks, ring
 from globaltensor._ops.rules.attention import sdpa as rule_of_attention
 from globaltensor._ops.rules.attention.blocks import (
-    _together,
-    _visible,
+    _regions_of_stretches,
+    _visible_regions,
     block,
     block_backward,
     members,
@@ -483,9 +483,9 @@ def test_dropout(method: str) -> None:
 
 
 def seen(rows: tuple[int, int], keys: tuple[int, int], causal: bool) -> torch.Tensor:
-    """Count how often `_visible` covers each score of the whole block."""
+    """Count how often `_visible_regions` covers each score of the whole block."""
     count = torch.zeros(rows[1], keys[1], dtype=torch.int64)
-    for r, c, square in _visible(rows, keys, causal):
+    for r, c, square in _visible_regions(rows, keys, causal):
         part = count[r, c]
         part += part.new_ones(part.shape).tril() if square else 1
         assert not square or part.shape[0] == part.shape[1]
@@ -508,10 +508,10 @@ def test_work_is_what_is_not_masked() -> None:
 def taken_together(
     rows: Sequence[tuple[int, int]], keys: Sequence[tuple[int, int]], causal: bool
 ) -> tuple[torch.Tensor, int]:
-    """Return (counts, pieces). `counts` says how often `_together` covers each score, on rows and
-    keys in their order here; `pieces` is the number of pieces."""
+    """Return (counts, pieces). `counts` says how often `_regions_of_stretches` covers each score,
+    on rows and keys in their order here; `pieces` is the number of pieces."""
     count = torch.zeros(sum(n for _, n in rows), sum(n for _, n in keys), dtype=torch.int64)
-    found = _together(tuple(rows), tuple(keys), causal)
+    found = _regions_of_stretches(tuple(rows), tuple(keys), causal)
     for r, c, square in found:
         assert not square or r.stop - r.start == c.stop - c.start
         count[r, c] += torch.ones_like(count[r, c]).tril() if square else 1
@@ -719,7 +719,7 @@ def test_the_kernel_of_gpus_is_given_what_it_takes(
     tests/end_to_end/test_gpu.py tests the numbers."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(blocks, "_trusted", lambda *key: True)
+    monkeypatch.setattr(blocks, "_kernel_is_accurate", lambda *key: True)
     with torch_private.fake_tensors():
         q = torch.empty(2, 3, 4, 7, 16, device="cuda", dtype=torch.bfloat16)
         k, v = (
@@ -748,7 +748,7 @@ def test_a_kernel_that_gives_something_else_is_not_used(monkeypatch: pytest.Monk
         torch_private.flash_attention,
         torch_private.flash_attention_backward,
     )
-    tried = blocks._trusted.__wrapped__
+    tried = blocks._kernel_is_accurate.__wrapped__
     assert tried(*key)
     with torch_private.fake_tensors():
         assert tried(*key), "while a graph is captured, too"

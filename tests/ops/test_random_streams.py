@@ -114,10 +114,10 @@ def check(
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Set a block size so small that small tensors need many blocks."""
-    draws._in_blocks.cache_clear()
+    draws._draws_in_blocks.cache_clear()
     monkeypatch.setattr(draws, "BLOCK", 32)
     yield
-    draws._in_blocks.cache_clear()
+    draws._draws_in_blocks.cache_clear()
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -166,7 +166,7 @@ def test_large_tensors(n: int) -> None:
 
 def test_a_kernel_without_blocks_is_drawn_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "BLOCK", 32)
-    monkeypatch.setattr(draws, "_in_blocks", lambda name, dtype: False)
+    monkeypatch.setattr(draws, "_draws_in_blocks", lambda name, dtype: False)
     check(RandomFill("bernoulli_", (0.3,)), (37, 19), torch.float32, GRID, (S0, S1))
 
 

@@ -53,7 +53,7 @@ def passed_by_bucket(arrivals: list[int], buckets: Buckets[int]) -> list[list[in
         elif n in came[where]:
             for waiting in came.pop(where):
                 out += buckets.add(waiting, waiting, 4 * waiting, waiting % 2)
-            buckets.again(n)
+            buckets.add_again(n)
         else:
             came[where].append(n)
             if len(came[where]) == len(buckets.plan[where]):

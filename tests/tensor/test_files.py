@@ -592,7 +592,7 @@ def test_a_file_in_a_folder_where_none_may_be_made_is_written_in_place(
 
     path = tmp_path / "x"
     path.write_text("old")
-    monkeypatch.setattr(Replacement, "_created", refuse)
+    monkeypatch.setattr(Replacement, "_create_file", refuse)
     write_text(path, "new")
     assert path.read_text() == "new"
 

@@ -74,7 +74,7 @@ def timeout_of(group: Any) -> timedelta:
     return group._get_backend(torch.device("cpu")).options._timeout  # type: ignore[no-any-return]
 
 
-class _Unbuilt(str):
+class _UnbuiltBackendName(str):
     """The name of the MPI backend in torch, which torch's wheels are built without.
 
     It equals only the value that `Backend()` accepts for "no name given".
@@ -101,7 +101,7 @@ def register_mpi(create: Any) -> None:
     torch.distributed.Backend.register_backend(
         "mpi", create, extended_api=True, devices=["cpu", "cuda"]
     )
-    patch("torch.distributed:Backend.MPI", lambda before: _Unbuilt("mpi"))
+    patch("torch.distributed:Backend.MPI", lambda before: _UnbuiltBackendName("mpi"))
 
 
 def processes_are_on() -> bool:

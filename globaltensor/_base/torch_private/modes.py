@@ -41,7 +41,7 @@ def fake_tensors() -> Any:
     """
     from torch._subclasses import fake_tensor
 
-    fake_tensor.log.addFilter(_unrecorded)
+    fake_tensor.log.addFilter(_no_recorder_active)
     _prepare_fakes()
     return fake_tensor.FakeTensorMode()
 
@@ -76,7 +76,7 @@ def _prepare_fakes() -> None:
             _prepare_fakes_once()
 
 
-def _unrecorded(record: logging.LogRecord) -> bool:
+def _no_recorder_active(record: logging.LogRecord) -> bool:
     """Return True if a log record may be shown: no recorder is at work.
 
     Fake tensors log a stack trace for every wrong call, in addition to the error that they raise.

@@ -101,7 +101,7 @@ def _stack(op: OpDescription, tensors: Sequence[Arg], dim: int = 0) -> None:
     passes(op)
 
 
-def _stacked(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -> None:
+def _declare_stack(name: str, lift: Callable[[Any], Any], dim: Callable[[Any], int]) -> None:
     def run(tensors: Sequence[Any]) -> Any:
         lifted = [lift(t) for t in tensors]
         return torch.cat(lifted, dim(lifted[0]))
@@ -122,11 +122,11 @@ def _at_least(x: Any, n: int) -> Any:
     return x.reshape((1,) * (n - len(shape)) + shape)
 
 
-_stacked("hstack", lambda t: _at_least(t, 1), lambda t: 0 if t.ndim == 1 else 1)
+_declare_stack("hstack", lambda t: _at_least(t, 1), lambda t: 0 if t.ndim == 1 else 1)
 for _name in ("vstack", "row_stack"):
-    _stacked(_name, lambda t: _at_least(t, 2), lambda t: 0)
-_stacked("dstack", lambda t: _at_least(t, 3), lambda t: 2)
-_stacked("column_stack", lambda t: t.reshape(-1, 1) if t.ndim < 2 else t, lambda t: 1)
+    _declare_stack(_name, lambda t: _at_least(t, 2), lambda t: 0)
+_declare_stack("dstack", lambda t: _at_least(t, 3), lambda t: 2)
+_declare_stack("column_stack", lambda t: t.reshape(-1, 1) if t.ndim < 2 else t, lambda t: 1)
 
 
 def _at_least_rule(n: int) -> None:
@@ -171,10 +171,10 @@ def _dequantize(op: OpDescription, input: Any) -> None:
 
 @rule("cartesian_prod")
 def _cartesian_prod(op: OpDescription, *tensors: Any) -> None:
-    op.compose(_tuples)
+    op.compose(_product_tuples)
 
 
-def _tuples(*tensors: Any) -> Any:
+def _product_tuples(*tensors: Any) -> Any:
     if len(tensors) == 1 and not isinstance(tensors[0], (tuple, list)):
         return tensors[0].clone()
     grids = torch.meshgrid(*tensors, indexing="ij")

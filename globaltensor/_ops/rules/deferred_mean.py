@@ -7,7 +7,7 @@ pass awaited that number, every rank would wait for the slowest in the middle of
 does not need the number there, as gradients are linear in the initial gradient. A pass may
 therefore start from ``1 / bound``. The factor ``bound / count`` is applied when the gradients of
 leaves have been summed, where ranks meet anyway. The count then needs no collective of its own
-either: it is reduced as the last element of the first bucket of gradients ("it rides").
+either: it is reduced as the last element of the first bucket of gradients ("it is attached").
 """
 
 from __future__ import annotations
@@ -32,35 +32,35 @@ from .partial_extrema import reduce_partials_async
 __all__ = ["DeferredMean", "PendingCount"]
 
 
-def _over() -> torch.Tensor:
+def _raise_waited_twice() -> torch.Tensor:
     raise AssertionError("asked once")
 
 
 class PendingCount:
     """The sum of ``part``, weights of targets, over the ranks.
 
-    The reduction starts on request, or at the latest when the object is called. Or it rides with
-    another reduction. ``bound``: where every target weighs 1, the number of targets on all ranks.
-    The sum is at most ``bound``, and mostly equals it. ``programmed``: all ranks run the same
-    program, in which the loss is not read before its backward pass.
+    The reduction starts on request, or at the latest when the object is called. Or it is attached
+    to another reduction. ``bound``: where every target weighs 1, the number of targets on all
+    ranks. The sum is at most ``bound``, and mostly equals it. ``programmed``: all ranks run the
+    same program, in which the loss is not read before its backward pass.
     """
 
     def __init__(self, part: torch.Tensor, bound: int, programmed: bool = False) -> None:
         self.part, self.bound, self.programmed = part, bound, programmed
         self._wait: Callable[[], torch.Tensor] | None = None  # None: the reduction has not started
-        # The watchers of the gradients, if they are the reason why this count does not ride. The
-        # ranks then learn by the count's own message if any watcher is left.
+        # The watchers of the gradients, if they are the reason why this count is not attached.
+        # The ranks then learn by the count's own message if any watcher is left.
         self._watchers: Any = None
-        self.riding = False
+        self.attached = False
         self._sum: torch.Tensor | None = None
         # the function to wait with, and the tensor that then holds the count
-        self._rides_in: tuple[Callable[[], None], torch.Tensor] | None = None
+        self._attached_to: tuple[Callable[[], None], torch.Tensor] | None = None
         self._brought: float | None = None  # the count that was read from that tensor
         self._factor: float | None = None
 
     @property
     def started(self) -> bool:
-        return self._wait is not None or self.riding
+        return self._wait is not None or self.attached
 
     def start(self) -> None:
         """Start the reduction, unless it has started. Collective."""
@@ -68,9 +68,9 @@ class PendingCount:
             if self._watchers is None:
                 self._wait = reduce_partials_async(self.part)
             else:
-                self._watchers.ask(self._start_with)
+                self._watchers.ask(self._start_with_flag)
 
-    def _start_with(self, some: bool) -> Callable[[], bool]:
+    def _start_with_flag(self, some: bool) -> Callable[[], bool]:
         """Start the reduction, and send ``some`` to the other ranks in the same message.
 
         The function returned waits, and returns True if any rank sent True.
@@ -96,17 +96,21 @@ class PendingCount:
 
     def __call__(self) -> torch.Tensor:
         """Return the sum on every rank. Collective if the reduction has not started."""
-        if self._sum is None and self.riding:
+        if self._sum is None and self.attached:
             part = self.part
             assert isinstance(part, GlobalTensor)
             whole = part._spec.replicated()
             self._sum = GlobalTensor.wrap(
-                torch.tensor(self._arrived(), dtype=whole.dtype, device=part._local.device), whole
+                torch.tensor(self._received_count(), dtype=whole.dtype, device=part._local.device),
+                whole,
             )
         elif self._sum is None:
             self.start()
             assert self._wait is not None
-            self._sum, self._wait = self._wait(), _over  # this frees the buffers of the reduction
+            self._sum, self._wait = (
+                self._wait(),
+                _raise_waited_twice,
+            )  # this frees the buffers of the reduction
         return self._sum
 
     def factor(self) -> float:
@@ -115,8 +119,8 @@ class PendingCount:
         In the latter case no element has a gradient.
         """
         if self._factor is None:
-            if self.riding and self._sum is None:
-                number = self._arrived()
+            if self.attached and self._sum is None:
+                number = self._received_count()
             else:
                 found = self()
                 number = float(found._local if isinstance(found, GlobalTensor) else found)
@@ -154,7 +158,7 @@ class PendingCount:
             self._watchers = gradient_reducer.watchers
         return False
 
-    def rider(
+    def payload(
         self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Return this rank's contribution to a sum that the gradients need anyway.
@@ -181,30 +185,30 @@ class PendingCount:
         # Along other axes all ranks have the same value, so only one of them contributes it.
         return torch.zeros_like(here) if any(where[a] for a in axes if a not in own) else here
 
-    def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """Record the reduction with which the count rides.
+    def attach(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
+        """Record the reduction to which the count is attached.
 
         After ``wait`` returns, the count is in ``cell`` (of one element). The caller must read the
         count before ``cell`` is overwritten.
         """
-        self._rides_in, self.riding = (wait, cell), True
+        self._attached_to, self.attached = (wait, cell), True
 
-    def _arrived(self) -> float:
-        """Return the count from the reduction with which it rode.
+    def _received_count(self) -> float:
+        """Return the count from the reduction to which it was attached.
 
-        The count is exact in each dtype in which it may ride.
+        The count is exact in each dtype in which it may be attached.
         """
         if self._brought is None:
-            assert self._rides_in is not None
-            wait, cell = self._rides_in
+            assert self._attached_to is not None
+            wait, cell = self._attached_to
             wait()
-            self._brought, self._rides_in = cell.item(), None
+            self._brought, self._attached_to = cell.item(), None
         return self._brought
 
     def drop(self) -> None:
-        """Record that the reduction with which the count rides will not complete."""
-        if self.riding and self._brought is None:
-            self._rides_in, self.riding = None, False
+        """Record that the reduction to which the count is attached will not complete."""
+        if self.attached and self._brought is None:
+            self._attached_to, self.attached = None, False
 
 
 class DeferredMean(PendingTensor):
@@ -251,7 +255,7 @@ class DeferredMean(PendingTensor):
             torch.set_grad_enabled(torch.is_grad_enabled() or total.requires_grad),
         ):
             local, spec = (
-                _taken(total, count)
+                _divide_total(total, count)
                 if source is None
                 else ((detached := source.detach())._local, detached._spec)
             )
@@ -343,7 +347,7 @@ _SCALINGS = _PRODUCTS | {
 }
 
 
-def _taken(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec]:
+def _divide_total(total: GlobalTensor, count: PendingCount) -> tuple[torch.Tensor, Spec]:
     """Return the quotient's local tensor and spec.
 
     Local tensors are divided. A rank may read its own value alone, which is not an operation of the

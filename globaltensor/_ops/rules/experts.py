@@ -96,19 +96,19 @@ def moe_experts(
         return handle_torch_function(
             moe_experts, tensors, x, index, weights, *parameters, function=function, shared=shared
         )
-    _check(x, index, weights, parameters)
-    return _run(
+    _check_inputs(x, index, weights, parameters)
+    return _run_experts(
         x,
         index,
         weights,
         parameters,
         shared,
         function,
-        _Homes((0,), 0, ((0, parameters[0].shape[0]),), parameters[0].shape[0]),
+        _ExpertPlacement((0,), 0, ((0, parameters[0].shape[0]),), parameters[0].shape[0]),
     )
 
 
-def _check(x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> None:
+def _check_inputs(x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor]) -> None:
     if (
         x.ndim != 2
         or index.ndim != 2
@@ -167,16 +167,16 @@ def _describe(
         ]
 
     op.menu = menu
-    op.local = lambda split: _local(split, x.index, parameters[0].index)
+    op.local = lambda split: _local_experts(split, x.index, parameters[0].index)
 
 
-def _local(split: LocalContext, tokens: int, parameters: int) -> Callable[..., Tensor]:
+def _local_experts(split: LocalContext, tokens: int, parameters: int) -> Callable[..., Tensor]:
     """Return the function that a rank runs, with an exchange along the axes that split both."""
     held, spec = split.ins[tokens].layout, split.ins[parameters]
-    axes = [a for a, e in enumerate(spec.layout) if _first(e) and _first(held[a])]
+    axes = [a for a, e in enumerate(spec.layout) if _splits_dim0(e) and _splits_dim0(held[a])]
     ranks = spec.placement.fiber(split.rank, axes) if axes else (split.rank,)
     boxes = [spec.box(r) for r in ranks]
-    homes = _Homes(
+    homes = _ExpertPlacement(
         ranks,
         ranks.index(split.rank),
         tuple((offsets[0], lengths[0]) for offsets, lengths in boxes),
@@ -191,12 +191,12 @@ def _local(split: LocalContext, tokens: int, parameters: int) -> Callable[..., T
         function: Function = gated,
         shared: Sequence[Tensor] = (),
     ) -> Tensor:
-        return _run(x, index, weights, own, shared, function, homes)
+        return _run_experts(x, index, weights, own, shared, function, homes)
 
     return run
 
 
-def _first(entry: Sbp) -> bool:
+def _splits_dim0(entry: Sbp) -> bool:
     return entry is not broadcast and entry.is_split and entry.dim == 0
 
 
@@ -209,7 +209,7 @@ EXCHANGE: Final = "experts: tokens to their experts, and back"
 
 
 @dataclass(frozen=True)
-class _Homes:
+class _ExpertPlacement:
     """The assignment of experts to ranks.
 
     ``held`` is (offset, length) for each of ``ranks``, among ``count`` experts. ``me`` is the index
@@ -248,9 +248,9 @@ class _Homes:
         return order
 
 
-def _run(
+def _run_experts(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor],
-    shared: Sequence[Tensor], function: Function, homes: _Homes
+    shared: Sequence[Tensor], function: Function, homes: _ExpertPlacement
 ) -> Tensor:  # fmt: skip
     every = [x, weights, *parameters, *shared]
     # The routing of tokens depends on data, but the shape of the result does not. A recorder must
@@ -260,41 +260,43 @@ def _run(
     ):
         return zeros_connected(tuple(x.shape), x.dtype, every)
     if isinstance(function, TokenFunction) and homes.held == ((0, homes.count),) and x.shape[0]:
-        return _kept(function.run_all(x, index, weights, *parameters, *shared), x, every)
+        return _check_result(function.run_all(x, index, weights, *parameters, *shared), x, every)
     with log.exchanges(EXCHANGE):
-        return _exchanged(x, index, weights, parameters, shared, function, homes)
+        return _dispatch_and_combine(x, index, weights, parameters, shared, function, homes)
 
 
-def _exchanged(
+def _dispatch_and_combine(
     x: Tensor, index: Tensor, weights: Tensor, parameters: Sequence[Tensor],
-    shared: Sequence[Tensor], function: Function, homes: _Homes
+    shared: Sequence[Tensor], function: Function, homes: _ExpertPlacement
 ) -> Tensor:  # fmt: skip
     """Return the weighted sum of the experts' results for each token.
 
     The ranks send the tokens to the ranks of their experts, and receive the results. Collective.
     """
     t, k = index.shape
-    kind = _cast(x)
+    kind = _transfer_dtype(x)
     place = homes.places(index).view(-1)
     order = place.argsort(stable=True)
-    way = _Way.make(
+    routing = _RowRouting.make(
         place.bincount(minlength=homes.starts[-1] + 1)[:-1], homes, x.shape[1] * kind.itemsize
     )
-    order = order[: sum(way.sent)]  # the other rows have no expert on these ranks
+    order = order[: sum(routing.sent)]  # the other rows have no expert on these ranks
     rows = x.to(kind).index_select(0, order // max(k, 1))
-    rows = way.there(rows)
-    results = way.back(_computed(function, rows, way.counts, parameters, shared))
+    rows = routing.send_rows(rows)
+    results = routing.return_results(
+        _compute_rows(function, rows, routing.counts, parameters, shared)
+    )
     each = results.new_zeros(t * k, x.shape[1]).index_copy(0, order, results).view(t, k, x.shape[1])
     return (each * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
 
-def _cast(x: Tensor) -> torch.dtype:
+def _transfer_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype in which tokens are sent: the one to which autocast would cast them."""
     on = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype is not torch.float64
     return torch.get_autocast_dtype(x.device.type) if on else x.dtype
 
 
-def _computed(
+def _compute_rows(
     function: Function,
     rows: Tensor,
     counts: list[int],
@@ -309,10 +311,10 @@ def _computed(
     inputs = [rows, *parameters, *shared]
     if not rows.shape[0]:
         return zeros_connected(tuple(rows.shape), rows.dtype, inputs)
-    return _kept(function(rows, counts, *parameters, *shared), rows, inputs)
+    return _check_result(function(rows, counts, *parameters, *shared), rows, inputs)
 
 
-def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
+def _check_result(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
     """Return a function's results for ``rows``, of the rows' shape and dtype, and in the graph.
 
     Raises ShapeError for another shape.
@@ -332,7 +334,7 @@ def _kept(out: Tensor, rows: Tensor, inputs: list[Tensor]) -> Tensor:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _RowRouting:
     """The routing of rows between ranks.
 
     ``sent``: rows sent to each rank. ``taken``: rows received from each rank. ``counts``: rows of
@@ -348,7 +350,7 @@ class _Way:
     sorting: Tensor | None
 
     @staticmethod
-    def make(row_counts: Tensor, homes: _Homes, row_bytes: int) -> _Way:
+    def make(row_counts: Tensor, homes: _ExpertPlacement, row_bytes: int) -> _RowRouting:
         """Build the routing from the number of rows that this rank has for each expert.
 
         The call is collective: the ranks exchange these numbers.
@@ -356,7 +358,9 @@ class _Way:
         p, starts = len(homes.ranks), homes.starts
         if p == 1:
             counts = row_counts.tolist()
-            return _Way(homes.ranks, (sum(counts),), (sum(counts),), sum(counts), counts, None)
+            return _RowRouting(
+                homes.ranks, (sum(counts),), (sum(counts),), sum(counts), counts, None
+            )
         all_counts = torch.stack(
             world().comm(homes.ranks).all_gather(row_counts, [row_counts.numel()] * p)
         )
@@ -377,7 +381,7 @@ class _Way:
             .repeat(p)
             .repeat_interleave(own.reshape(-1))
         )
-        return _Way(
+        return _RowRouting(
             homes.ranks,
             sent,
             taken,
@@ -386,7 +390,7 @@ class _Way:
             expert.argsort(stable=True),
         )
 
-    def there(self, rows: Tensor) -> Tensor:
+    def send_rows(self, rows: Tensor) -> Tensor:
         """Send rows, sorted by destination, and return the received rows, sorted by expert."""
         if self.sorting is None:
             return rows
@@ -394,8 +398,8 @@ class _Way:
             0, self.sorting
         )  # type: ignore[no-any-return, no-untyped-call]
 
-    def back(self, rows: Tensor) -> Tensor:
-        """Send results back, in the reverse direction of `there`."""
+    def return_results(self, rows: Tensor) -> Tensor:
+        """Send results back, in the reverse direction of `send_rows`."""
         if self.sorting is None:
             return rows
         rows = rows.index_select(0, self.sorting.argsort())

@@ -104,7 +104,7 @@ def _gather(
     op.linear, op.carries = [frozenset([input.index])], True
     op.ranges[index.index] = indices_of(input, d)
     # Gradients of global tensors are dense, so `sparse_grad` is ignored.
-    op.local = _looked_up(d, input.shape, lambda x, i: x.gather(d, i))
+    op.local = _local_lookup(d, input.shape, lambda x, i: x.gather(d, i))
 
 
 @rule("index_select")
@@ -126,10 +126,10 @@ def _index_select(op: OpDescription, input: Arg, dim: int, index: Arg) -> None:
             else (x.index_select(d, i), mine.reshape(-1, *[1] * after))
         )
 
-    op.local = _looked_up(d, input.shape, select, aligned=True)
+    op.local = _local_lookup(d, input.shape, select, aligned=True)
 
 
-def _looked_up(
+def _local_lookup(
     d: int, shape: Sequence[int], pick: Callable[..., Any], *, aligned: bool = False
 ) -> Callable[[LocalContext], Local]:
     """Build the ``local`` of picking along dim ``d``.
@@ -180,7 +180,7 @@ def _take_along(input: Any, indices: Any, dim: int | None = None) -> Any:
     )
 
 
-def _into(
+def _describe_write(
     op: OpDescription,
     input: Arg,
     d: int,
@@ -216,10 +216,10 @@ def _into(
     else:
         op.whole.add("k")
     op.ranges[index.index] = indices_of(input, d)
-    op.local = _written(d, input.shape, name)
+    op.local = _local_write(d, input.shape, name)
 
 
-def _written(d: int, shape: Sequence[int], name: str) -> Callable[[LocalContext], Local]:
+def _local_write(d: int, shape: Sequence[int], name: str) -> Callable[[LocalContext], Local]:
     def local(split: LocalContext) -> Local:
         if not split.is_split(("x", d)):
             return lambda input, dim, index, *rest, **kwargs: getattr(input, name)(
@@ -262,7 +262,7 @@ def _scatter_rule(name: str) -> Callable[..., None]:
             raise FormError("an index with fewer dims")
         same = [all(a.shape[k] == input.shape[k] for a in operands) for k in range(input.ndim)]
         sums = plain == "scatter_add" or (reduce == "sum" and include_self)
-        _into(op, input, d, index, src, same, name, sums=sums)
+        _describe_write(op, input, d, index, src, same, name, sums=sums)
         if isinstance(src, Arg) and (sums or (plain == "scatter" and reduce is None)):
             op.linear = [frozenset([input.index, src.index])]
 
@@ -290,7 +290,7 @@ def _index_rule(name: str) -> Callable[..., None]:
             raise FormError("0-dim operands")
         d = input.dim(dim)
         same = [True] * input.ndim
-        _into(op, input, d, index, source, same, name, sums=plain == "index_add")
+        _describe_write(op, input, d, index, source, same, name, sums=plain == "index_add")
         if isinstance(source, Arg) and plain in ("index_add", "index_copy"):
             op.linear = [frozenset([input.index, source.index])]
 

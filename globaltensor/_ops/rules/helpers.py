@@ -124,7 +124,7 @@ def zeros_connected(shape: tuple[int, ...], dtype: torch.dtype, inputs: list[Ten
         return out
     # Sums of empty slices let no value through, not even a NaN. The square makes second-order
     # gradients depend on the inputs as well.
-    nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if _smooth(t))
+    nothing = sum(t.reshape(-1)[:0].sum() for t in inputs if _is_inexact(t))
     if not isinstance(nothing, Tensor):
         return out
     nothing = nothing.real if nothing.is_complex() and not dtype.is_complex else nothing
@@ -181,8 +181,8 @@ def skip_when_empty(
                 return connected_zeros(shapes[0][0], alike(*args, **kwargs))
             inputs = operands(args, kwargs)
             stand_in_outs = (
-                _on_stand_ins(function or op.function, split, args, kwargs)
-                if len(inputs) == 1 and _smooth(inputs[0])
+                _run_on_dummies(function or op.function, split, args, kwargs)
+                if len(inputs) == 1 and _is_inexact(inputs[0])
                 else []
             )
             if len(stand_in_outs) == len(shapes):
@@ -205,11 +205,11 @@ def skip_when_empty(
     return local
 
 
-def _smooth(t: Tensor) -> bool:
+def _is_inexact(t: Tensor) -> bool:
     return t.is_floating_point() or t.is_complex()
 
 
-def _on_stand_ins(
+def _run_on_dummies(
     function: Callable[..., Any], split: LocalContext, args: Any, kwargs: Any
 ) -> list[Tensor]:
     """Run the same call on dummy tensors that have an element where this rank has none.

@@ -50,8 +50,8 @@ def parts_of(x: Arg, index: Any) -> list[IndexComponent]:
 
     Raises FormError for the forms that only torch itself knows.
     """
-    items = list(_items(index))
-    used = sum(_span(i) for i in items)
+    items = list(_index_items(index))
+    used = sum(_num_indexed_dims(i) for i in items)
     dots = [k for k, i in enumerate(items) if i is Ellipsis]
     if len(dots) > 1:
         raise FormError("an index with more than one ellipsis")
@@ -59,12 +59,12 @@ def parts_of(x: Arg, index: Any) -> list[IndexComponent]:
     items = [*items[: dots[0]], *fill, *items[dots[0] + 1 :]] if dots else items + fill
     found, d = [], 0
     for item in items:
-        found.append(_part(x, item, d))
-        d += _span(item)
+        found.append(_index_component(x, item, d))
+        d += _num_indexed_dims(item)
     return found
 
 
-def _span(item: Any) -> int:
+def _num_indexed_dims(item: Any) -> int:
     if item is None or item is Ellipsis:
         return 0
     return item.ndim if _is_mask(item) else 1
@@ -74,7 +74,7 @@ def _is_mask(item: Any) -> bool:
     return isinstance(item, (Arg, torch.Tensor)) and item.dtype in (torch.bool, torch.uint8)
 
 
-def _part(x: Arg, item: Any, d: int) -> IndexComponent:
+def _index_component(x: Arg, item: Any, d: int) -> IndexComponent:
     if item is None:
         return IndexComponent("new", d)
     if isinstance(item, slice):
@@ -92,7 +92,7 @@ def _part(x: Arg, item: Any, d: int) -> IndexComponent:
     return IndexComponent("int", d, at % max(x.shape[d], 1))
 
 
-def _items(index: Any) -> tuple[Any, ...]:
+def _index_items(index: Any) -> tuple[Any, ...]:
     """Return the components of an index.
 
     As in torch, a short list that holds more than numbers is a list of components.
@@ -112,7 +112,7 @@ def _is_list(item: Any) -> bool:
     return isinstance(item, (list, tuple, range, np.ndarray))
 
 
-def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
+def _simplify_index(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
     """Return (x, index) that mean the same, without lists, arrays and masks in the index.
 
     Lists and arrays become tensors. Masks become the positions where they are true. A bool is a
@@ -121,7 +121,7 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
     items, plain_items, d = (
         [
             _as_tensor(i) if _is_list(i) or isinstance(i, (bool, np.bool_)) else i
-            for i in _items(index)
+            for i in _index_items(index)
         ],
         [],
         0,
@@ -137,27 +137,33 @@ def _plainer(x: Any, index: Any) -> tuple[Any, tuple[Any, ...]]:
             plain_items += i.nonzero(as_tuple=True)
         else:
             plain_items.append(i)
-        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+        d = (
+            x.ndim - sum(_num_indexed_dims(j) for j in items[k + 1 :])
+            if i is Ellipsis
+            else d + _num_indexed_dims(i)
+        )
     return x, tuple(plain_items)
 
 
-def _at_places(x: Any, index: Any) -> Any:
+def _get_at_positions(x: Any, index: Any) -> Any:
     """Return ``x[index]``, with masks read as the positions where they are true.
 
     Where a mask follows from the code alone, these positions do too.
     """
-    x, found = _plainer(x, index)
+    x, found = _simplify_index(x, index)
     return x[found]
 
 
-def _selected(input: torch.Tensor, mask: torch.Tensor) -> Any:
+def _select_by_mask(input: torch.Tensor, mask: torch.Tensor) -> Any:
     shape = torch.broadcast_shapes(input.shape, mask.shape)
     # The two are expanded separately, so that the expanded mask depends on the mask alone.
-    return _at_places(input.expand(shape), mask.expand(shape))
+    return _get_at_positions(input.expand(shape), mask.expand(shape))
 
 
-DATA_FREE_VARIANTS[torch.Tensor.__getitem__] = _at_places
-DATA_FREE_VARIANTS[torch.masked_select] = DATA_FREE_VARIANTS[torch.Tensor.masked_select] = _selected
+DATA_FREE_VARIANTS[torch.Tensor.__getitem__] = _get_at_positions
+DATA_FREE_VARIANTS[torch.masked_select] = DATA_FREE_VARIANTS[torch.Tensor.masked_select] = (
+    _select_by_mask
+)
 
 
 def _as_tensor(item: Any) -> torch.Tensor:
@@ -166,11 +172,11 @@ def _as_tensor(item: Any) -> torch.Tensor:
     return found if found.numel() or isinstance(item, np.ndarray) else found.long()
 
 
-def _tensors(index: Any) -> Iterable[torch.Tensor]:
-    return (i for i in _items(index) if isinstance(i, torch.Tensor))
+def _index_tensors(index: Any) -> Iterable[torch.Tensor]:
+    return (i for i in _index_items(index) if isinstance(i, torch.Tensor))
 
 
-def _region(
+def _indexed_region(
     parts: Sequence[IndexComponent],
     index_dims: Sequence[Any],
     name: Callable[[IndexComponent], Any],
@@ -194,10 +200,12 @@ def _region(
 
 @rule([torch.Tensor.__getitem__])
 def _getitem(op: OpDescription, x: Arg, index: Any) -> None:
-    if any(_is_list(i) or _is_mask(i) or isinstance(i, (bool, np.bool_)) for i in _items(index)):
-        op.composite = _get_plainer
+    if any(
+        _is_list(i) or _is_mask(i) or isinstance(i, (bool, np.bool_)) for i in _index_items(index)
+    ):
+        op.composite = _get_simplified
         return
-    if any(_is_number(i) for i in _items(index)):
+    if any(_is_number(i) for i in _index_items(index)):
         op.composite = _get_by_number
         return
     parts = parts_of(x, index)
@@ -214,7 +222,7 @@ def _getitem(op: OpDescription, x: Arg, index: Any) -> None:
             if p.kind != "new"
         ],
     )
-    region, begin, count = _region(
+    region, begin, count = _indexed_region(
         parts,
         index_dims,
         lambda p: (
@@ -236,8 +244,8 @@ def _getitem(op: OpDescription, x: Arg, index: Any) -> None:
     op.local = lambda split: _get_local(split, x.shape, parts, len(region) - begin - count)
 
 
-def _get_plainer(x: Any, index: Any) -> Any:
-    x, index = _plainer(x, index)
+def _get_simplified(x: Any, index: Any) -> Any:
+    x, index = _simplify_index(x, index)
     return x[index]
 
 
@@ -252,13 +260,13 @@ def _get_local(
     cuts = {
         p.dim: found
         for p in parts
-        if ("x", p.dim) in split.op.exchanges and (found := _cut(split, p)) is not None
+        if ("x", p.dim) in split.op.exchanges and (found := _exchanged_slice(split, p)) is not None
     }
     if not boxes and not cuts:
         return None  # torch's own function, with the index unchanged
 
     def run(x: torch.Tensor, index: Any) -> torch.Tensor:
-        index_tensors, key, owned = iter(_tensors(index)), [], None
+        index_tensors, key, owned = iter(_index_tensors(index)), [], None
         for taken in cuts.values():
             x = taken(x)[0]
         for p in parts:
@@ -286,7 +294,7 @@ def _get_local(
 def _out_of_bounds(
     shape: Sequence[int], parts: Sequence[IndexComponent], index: Any
 ) -> IndexError | None:
-    for p, at in zip((p for p in parts if p.kind == "tensor"), _tensors(index), strict=True):
+    for p, at in zip((p for p in parts if p.kind == "tensor"), _index_tensors(index), strict=True):
         n = shape[p.dim]
         if (bad := at[(at < -n) | (at >= n)]).numel():
             return IndexError(
@@ -295,7 +303,7 @@ def _out_of_bounds(
     return None
 
 
-def _cut(
+def _exchanged_slice(
     split: LocalContext, p: IndexComponent
 ) -> Callable[[torch.Tensor], Sequence[torch.Tensor]] | None:
     factor = ("x", p.dim)
@@ -312,26 +320,30 @@ def _is_number(item: Any) -> bool:
 
 
 def _get_by_number(x: Any, index: Any) -> Any:
-    out = _picked_by_number(x, index)
-    if any(isinstance(i, torch.Tensor) and i.ndim for i in _items(index)) or not isinstance(
+    out = _select_by_number(x, index)
+    if any(isinstance(i, torch.Tensor) and i.ndim for i in _index_items(index)) or not isinstance(
         x, GlobalTensor
     ):
         return out
     # As in torch, numbers alone make a view and no copy.
     return RemoteView.of(
-        out._local, out._spec, x, lambda source: _picked_by_number(source, index), index
+        out._local, out._spec, x, lambda source: _select_by_number(source, index), index
     )
 
 
-def _picked_by_number(x: Any, index: Any) -> Any:
+def _select_by_number(x: Any, index: Any) -> Any:
     # Pick by an index of one element. The number is never read, so no rank waits for it.
-    items, d, key = _items(index), 0, []
+    items, d, key = _index_items(index), 0, []
     for k, i in enumerate(items):
         if _is_number(i):
             x = x[(*[slice(None)] * d, i.reshape(1))]
             i = 0
         key.append(i)
-        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+        d = (
+            x.ndim - sum(_num_indexed_dims(j) for j in items[k + 1 :])
+            if i is Ellipsis
+            else d + _num_indexed_dims(i)
+        )
     return x[tuple(key)]
 
 
@@ -340,7 +352,7 @@ def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
 
     The row of the first such number is read, written into by the rest of the index, and put back.
     """
-    items, d = _items(index), 0
+    items, d = _index_items(index), 0
     for k, i in enumerate(items):
         if _is_number(i):
             place = (*[slice(None)] * d, i.reshape(1))
@@ -348,7 +360,11 @@ def _set_by_number(x: Any, index: Sequence[Any], value: Any) -> None:
             row[(*items[:k], 0, *items[k + 1 :])] = value
             x[place] = row
             return
-        d = x.ndim - sum(_span(j) for j in items[k + 1 :]) if i is Ellipsis else d + _span(i)
+        d = (
+            x.ndim - sum(_num_indexed_dims(j) for j in items[k + 1 :])
+            if i is Ellipsis
+            else d + _num_indexed_dims(i)
+        )
     x[tuple(items)] = value
 
 
@@ -362,10 +378,10 @@ def _plain_key(p: IndexComponent, at: Any) -> Any:
 
 
 def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
-    items = _items(index)
+    items = _index_items(index)
     plainer = any(_is_list(i) or _is_number(i) or isinstance(i, (bool, np.bool_)) for i in items)
     if plainer or (any(_is_mask(i) for i in items) and not _fills_by_mask(x, index, value)):
-        op.composite = _set_plainer
+        op.composite = _set_simplified
         return
     parts = parts_of(x, index)
     tensors = [p for p in parts if p.kind == "tensor"]
@@ -374,7 +390,7 @@ def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
     for p in parts:
         if p.kind == "mask":
             op.set(p.value, [("x", p.dim + k) for k in range(p.value.ndim)])
-    region, begin, count = _region(parts, [None] * len(index_dims), lambda p: p)
+    region, begin, count = _indexed_region(parts, [None] * len(index_dims), lambda p: p)
     after = len(region) - begin - count
     if isinstance(value, Arg):
         op.set(value, _value_dims(value.shape, region))
@@ -389,12 +405,12 @@ def _setitem(op: OpDescription, x: Arg, index: Any, value: Any) -> None:
 RULES[torch.Tensor.__setitem__] = Rule("__setitem__", _setitem, inplace=True)
 
 
-def _set_plainer(x: Any, index: Any, value: Any) -> None:
+def _set_simplified(x: Any, index: Any, value: Any) -> None:
     if isinstance(index, (bool, np.bool_)):  # all or nothing
         if index:
             x[...] = value
         return
-    x, index = _plainer(x, index)
+    x, index = _simplify_index(x, index)
     _set_by_number(
         x,
         tuple(
@@ -460,13 +476,13 @@ def _set_local(
             value = 0
         if tensor and value.ndim > len(region):
             value = value.reshape(value.shape[value.ndim - len(region) :])
-        these, key, reach = iter(_tensors(index)), [], {}
+        these, key, reach = iter(_index_tensors(index)), [], {}
         for p in parts:
             at: Any = next(these) if p.kind in ("tensor", "mask") else p.value
             if p.dim in boxes and p.kind == "int":
                 at -= boxes[p.dim][0]
                 if not 0 <= at < boxes[p.dim][1]:
-                    return _touch(x, p.dim, value)
+                    return _write_nothing(x, p.dim, value)
             if p.dim in boxes and p.kind == "slice":
                 at, first, n = _overlap(p.value, *boxes[p.dim])
                 if n == boxes[p.dim][1]:  # autograd sees a write into a view, as on other ranks
@@ -484,14 +500,14 @@ def _set_local(
         if any(p.dim in boxes for p in reach.values()):
             # In a captured graph it is not known yet which of the indices are this rank's.
             if is_fake(x):
-                return _write_beside(x, key, reach, boxes, shape, value)
-            value = _only_mine(key, reach, boxes, shape, value, after, count)
+                return _write_with_spare_row(x, key, reach, boxes, shape, value)
+            value = _restrict_to_local(key, reach, boxes, shape, value, after, count)
         x[tuple(key)] = value
 
     return run
 
 
-def _touch(x: torch.Tensor, d: int, value: Any) -> None:
+def _write_nothing(x: torch.Tensor, d: int, value: Any) -> None:
     """Write no element, but count as a write as on the rank that owns the element.
 
     Autograd then refuses the write, or a backward pass after it, on every rank or on none. A value
@@ -522,7 +538,7 @@ def _narrowed(value: torch.Tensor, from_right: int, first: int, n: int, size: in
     return value.narrow(d, first, n) if d >= 0 and value.shape[d] == size else value
 
 
-def _only_mine(
+def _restrict_to_local(
     key: list[Any],
     reach: dict[int, IndexComponent],
     boxes: dict[int, tuple[int, int]],
@@ -560,7 +576,7 @@ def _only_mine(
     return value.index_select(begin, keep)
 
 
-def _write_beside(
+def _write_with_spare_row(
     x: torch.Tensor,
     key: list[Any],
     reach: dict[int, IndexComponent],
@@ -575,7 +591,7 @@ def _write_beside(
     """
     split = [p.dim for p in reach.values() if p.dim in boxes]
     if not all(boxes[d][1] for d in split):
-        return _touch(x, split[0], value)
+        return _write_nothing(x, split[0], value)
     owned, indices = None, {}
     for (k, p), t in zip(
         reach.items(), torch.broadcast_tensors(*[key[k] for k in reach]), strict=True
@@ -616,12 +632,12 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
     return describe
 
 
-def _accumulated(input: Any, indices: Sequence[Any], values: Any) -> Any:
+def _add_at_indices(input: Any, indices: Sequence[Any], values: Any) -> Any:
     """Add values at positions that may repeat.
 
     The indexed dims are flattened to one, and the values are added to its rows.
     """
-    x, found = _plainer(input, tuple(indices))
+    x, found = _simplify_index(input, tuple(indices))
     places = torch.broadcast_tensors(*found)
     sizes, rest = x.shape[: len(places)], tuple(x.shape[len(places) :])
     row: Any = 0
@@ -638,7 +654,7 @@ def _index_put_into(
     input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     if accumulate:
-        return input.copy_(_accumulated(input, indices, values))
+        return input.copy_(_add_at_indices(input, indices, values))
     input[tuple(slice(None) if i is None else i for i in indices)] = values
     return input
 
@@ -647,7 +663,7 @@ def _index_put_as_setitem(
     input: Any, indices: Sequence[Any], values: Any, accumulate: bool = False
 ) -> Any:
     return (
-        _accumulated(input, indices, values)
+        _add_at_indices(input, indices, values)
         if accumulate
         else _index_put_into(input.clone(), indices, values)
     )

@@ -19,7 +19,7 @@ from .registry import RULES, rule
 __all__: list[str] = []
 
 
-def _matrices(
+def _declare_matrix_functions(
     names: str, *ranks: int, outs: Sequence[int], spaces: Sequence[Any] = (torch.linalg,)
 ) -> None:
     """Declare functions of stacks of matrices.
@@ -49,42 +49,42 @@ def _matrices(
 
 
 _EVERYWHERE = (torch.linalg, torch, Tensor)
-_matrices("inv cholesky pinv matrix_exp matrix_power", 2, outs=[2])
-_matrices(
+_declare_matrix_functions("inv cholesky pinv matrix_exp matrix_power", 2, outs=[2])
+_declare_matrix_functions(
     "inverse cholesky pinverse matrix_exp matrix_power cholesky_inverse",
     2,
     outs=[2],
     spaces=(torch, Tensor),
 )
-_matrices("det logdet", 2, outs=[0], spaces=_EVERYWHERE)
-_matrices("slogdet", 2, outs=[0, 0], spaces=_EVERYWHERE)
-_matrices("cond matrix_rank", 2, outs=[0])
-_matrices("eig eigh", 2, outs=[1, 2])
-_matrices("eigvals eigvalsh svdvals", 2, outs=[1])
-_matrices("qr lu_factor", 2, outs=[2, 2])
-_matrices("inv_ex cholesky_ex", 2, outs=[2, 0])
-_matrices("lu_factor_ex ldl_factor_ex", 2, outs=[2, 1, 0])
-_matrices("svd", 2, outs=[2, 1, 2])
-_matrices("lu_with_info", 2, outs=[2, 1, 0], spaces=(torch_private,))
-_matrices("lu", 2, outs=[2, 2, 2])
-_matrices("solve_triangular", 2, outs=[2])
-_matrices("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
-_matrices("householder_product", 2, 1, outs=[2])
+_declare_matrix_functions("det logdet", 2, outs=[0], spaces=_EVERYWHERE)
+_declare_matrix_functions("slogdet", 2, outs=[0, 0], spaces=_EVERYWHERE)
+_declare_matrix_functions("cond matrix_rank", 2, outs=[0])
+_declare_matrix_functions("eig eigh", 2, outs=[1, 2])
+_declare_matrix_functions("eigvals eigvalsh svdvals", 2, outs=[1])
+_declare_matrix_functions("qr lu_factor", 2, outs=[2, 2])
+_declare_matrix_functions("inv_ex cholesky_ex", 2, outs=[2, 0])
+_declare_matrix_functions("lu_factor_ex ldl_factor_ex", 2, outs=[2, 1, 0])
+_declare_matrix_functions("svd", 2, outs=[2, 1, 2])
+_declare_matrix_functions("lu_with_info", 2, outs=[2, 1, 0], spaces=(torch_private,))
+_declare_matrix_functions("lu", 2, outs=[2, 2, 2])
+_declare_matrix_functions("solve_triangular", 2, outs=[2])
+_declare_matrix_functions("cholesky_solve", 2, outs=[2], spaces=(torch, Tensor))
+_declare_matrix_functions("householder_product", 2, 1, outs=[2])
 # The second result of these functions is a vector of pivots.
 for _name in ("lu_factor", "ldl_factor"):
     RULES.pop(getattr(torch.linalg, _name), None)
-_matrices("lu_factor ldl_factor", 2, outs=[2, 1])
+_declare_matrix_functions("lu_factor ldl_factor", 2, outs=[2, 1])
 # The pointwise rule of torch.polar also covered torch.linalg.polar, a different function of the
 # same name.
 RULES.pop(getattr(torch.linalg, "polar", None), None)
-_matrices("polar", 2, outs=[2, 2])
-_matrices("lu_solve ldl_solve", 2, 1, 2, outs=[2])
-_matrices("lu_solve", 2, 2, 1, outs=[2], spaces=(torch, Tensor))
-_matrices("lu_unpack", 2, 1, outs=[2, 2, 2], spaces=(torch,))
-_matrices("svd", 2, outs=[2, 1, 2], spaces=(torch, Tensor))
-_matrices("qr triangular_solve", 2, outs=[2, 2], spaces=(torch, Tensor))
-_matrices("geqrf", 2, outs=[2, 1], spaces=(torch, Tensor))
-_matrices("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
+_declare_matrix_functions("polar", 2, outs=[2, 2])
+_declare_matrix_functions("lu_solve ldl_solve", 2, 1, 2, outs=[2])
+_declare_matrix_functions("lu_solve", 2, 2, 1, outs=[2], spaces=(torch, Tensor))
+_declare_matrix_functions("lu_unpack", 2, 1, outs=[2, 2, 2], spaces=(torch,))
+_declare_matrix_functions("svd", 2, outs=[2, 1, 2], spaces=(torch, Tensor))
+_declare_matrix_functions("qr triangular_solve", 2, outs=[2, 2], spaces=(torch, Tensor))
+_declare_matrix_functions("geqrf", 2, outs=[2, 1], spaces=(torch, Tensor))
+_declare_matrix_functions("ormqr", 2, 1, 2, outs=[2], spaces=(torch, Tensor))
 
 
 @rule([torch.lu])
@@ -107,7 +107,7 @@ def whole(names: str, *spaces: Any) -> None:
                 register(function, lambda op, *args, **kwargs: None)
 
 
-def _drawn(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
+def _describe_random_lowrank(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
     # These functions start from random numbers, which must be the same on all ranks that have the
     # same matrices.
     for a in op.args:
@@ -116,7 +116,7 @@ def _drawn(op: OpDescription, A: Arg, *args: Any, **kwargs: Any) -> None:
     op.out, op.random = [(*lead, None, None), (*lead, None), (*lead, None, None)], True
 
 
-rule([torch.svd_lowrank, torch.pca_lowrank])(_drawn)
+rule([torch.svd_lowrank, torch.pca_lowrank])(_describe_random_lowrank)
 
 
 whole("lstsq tensorinv tensorsolve", torch.linalg)
@@ -181,7 +181,7 @@ def _fourier(op: OpDescription, function: Any, x: Arg, dims: tuple[int, ...]) ->
     op.local = skip_when_empty(op, function)
 
 
-def _one(
+def _describe_fft(
     op: OpDescription,
     function: Any,
     input: Arg,
@@ -192,7 +192,7 @@ def _one(
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _two(
+def _describe_fft2(
     op: OpDescription,
     function: Any,
     input: Arg,
@@ -203,7 +203,7 @@ def _two(
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _several(
+def _describe_fftn(
     op: OpDescription,
     function: Any,
     input: Arg,
@@ -215,11 +215,11 @@ def _several(
     _fourier(op, function, input, dims_of(input, last if dim is None else dim))
 
 
-def _shift(op: OpDescription, function: Any, input: Arg, dim: Any = None) -> None:
+def _describe_fftshift(op: OpDescription, function: Any, input: Arg, dim: Any = None) -> None:
     _fourier(op, function, input, dims_of(input, dim))
 
 
-def _transform(name: str, describe: Callable[..., None]) -> None:
+def _declare_fft(name: str, describe: Callable[..., None]) -> None:
     function = getattr(torch.fft, name)
     register(
         function, lambda op, *args, **kwargs: describe(op, function, *args, **canonical(kwargs))
@@ -227,8 +227,8 @@ def _transform(name: str, describe: Callable[..., None]) -> None:
 
 
 for _name in ("fft", "ifft", "rfft", "irfft", "hfft", "ihfft"):
-    _transform(_name, _one)
-    _transform(_name + "2", _two)
-    _transform(_name + "n", _several)
+    _declare_fft(_name, _describe_fft)
+    _declare_fft(_name + "2", _describe_fft2)
+    _declare_fft(_name + "n", _describe_fftn)
 for _name in ("fftshift", "ifftshift"):
-    _transform(_name, _shift)
+    _declare_fft(_name, _describe_fftshift)

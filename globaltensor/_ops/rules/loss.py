@@ -28,7 +28,7 @@ from .registry import DATA_FREE_VARIANTS, composite, rule
 __all__ = ["pick", "weight_of_kept"]
 
 
-def _reader(function: Any) -> Callable[..., dict[str, Any]]:
+def _argument_reader(function: Any) -> Callable[..., dict[str, Any]]:
     """Return a function that reads a call's arguments by name.
 
     The function turns the old ``size_average`` and ``reduce`` into ``reduction``.
@@ -99,8 +99,8 @@ def _reduce(
     op.local = local
 
 
-def _elementwise(function: Any) -> None:
-    read = _reader(function)
+def _declare_elementwise(function: Any) -> None:
+    read = _argument_reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
@@ -119,12 +119,12 @@ for _f in (
     F.binary_cross_entropy_with_logits, F.kl_div, F.poisson_nll_loss,
     F.soft_margin_loss, F.hinge_embedding_loss, F.margin_ranking_loss,
 ):  # fmt: skip
-    _elementwise(_f)
+    _declare_elementwise(_f)
 
 # The mean of weighted squares or distances is their sum over the sum of the weights, not over their
 # count.
 for _f in (F.mse_loss, F.l1_loss):
-    _read = _reader(_f)
+    _read = _argument_reader(_f)
     composite(
         _f.__name__,
         lambda *args, read=_read, **kwargs: (
@@ -185,13 +185,13 @@ def _gaussian(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 DATA_FREE_VARIANTS[F.gaussian_nll_loss] = _gaussian_of_program
 
 
-def _by_sample(function: Any, ranks: Sequence[int]) -> None:
+def _declare_per_sample(function: Any, ranks: Sequence[int]) -> None:
     """Declare a loss with one value per sample.
 
     ``ranks`` are the dims of each operand for one sample. A weight has one dim, its classes. The
     dims in front of them are samples, which broadcast and are parallel.
     """
-    read = _reader(function)
+    read = _argument_reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
@@ -209,9 +209,9 @@ def _by_sample(function: Any, ranks: Sequence[int]) -> None:
     register(function, describe)
 
 
-_by_sample(F.multi_margin_loss, [1, 0])
-_by_sample(F.multilabel_margin_loss, [1])
-_by_sample(F.multilabel_soft_margin_loss, [1])
+_declare_per_sample(F.multi_margin_loss, [1, 0])
+_declare_per_sample(F.multilabel_margin_loss, [1])
+_declare_per_sample(F.multilabel_soft_margin_loss, [1])
 
 
 @composite("multilabel_margin_loss", lambda input, target, *args, **kwargs: input.ndim == 1)
@@ -223,8 +223,8 @@ def _one_multilabel_margin_loss(input: Tensor, target: Tensor, *args: Any, **kwa
     return F.multilabel_margin_loss(input[None], target[None], *args, **kwargs).reshape(())
 
 
-_by_sample(F.cosine_embedding_loss, [1, 1, 0])
-_by_sample(F.triplet_margin_loss, [1])
+_declare_per_sample(F.cosine_embedding_loss, [1, 1, 0])
+_declare_per_sample(F.triplet_margin_loss, [1])
 
 
 # ------------------------------------------------------------------------------------------ classes
@@ -237,10 +237,10 @@ def pick(x: Tensor, index: Tensor, dim: int) -> Tensor:
     """
     if has_torch_function((x, index)):
         return handle_torch_function(pick, (x, index), x, index, dim)
-    return _pick_here(x, index, dim, 0)
+    return _pick_local(x, index, dim, 0)
 
 
-def _pick_here(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
+def _pick_local(x: Tensor, index: Tensor, dim: int, offset: int) -> Tensor:
     """Pick elements as `pick` does, from the classes that start at ``offset``.
 
     Return zero where the index is not among these classes.
@@ -283,20 +283,20 @@ def _pick(op: OpDescription, x: Arg, index: Arg, dim: int) -> None:
                 raise IndexError(
                     f"Target {int(index[(index < 0) | (index >= classes)][0])} is out of bounds."
                 )
-            return _pick_here(x, index, dim, offset)
+            return _pick_local(x, index, dim, offset)
 
         return run
 
     op.local = local
 
 
-def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
+def _declare_class_loss(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> None:
     """Declare ``cross_entropy`` or ``nll_loss``.
 
     The rule itself does not split the class dim. Where an operand's class dim is split, or a mean
     goes over a split batch, the loss is composed of global ops.
     """
-    read = _reader(function)
+    read = _argument_reader(function)
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         call = read(*args, **kwargs)
@@ -317,7 +317,7 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
                 )
             op.set(weight, (at,))
         if not soft:
-            op.ranges[target.index] = _classes_of(x.shape[at], call["ignore_index"])
+            op.ranges[target.index] = _target_range(x.shape[at], call["ignore_index"])
         if not soft and target.dtype not in (torch.int64, torch.uint8):
             raise RuntimeError(f"expected target dtype to be Long or Byte, but got {target.dtype}")
         # torch's kernels accept bytes, those for meta tensors do not
@@ -342,12 +342,12 @@ def _classes(function: Any, over_split: Callable[[dict[str, Any]], Tensor]) -> N
     register(function, describe)
 
 
-def _classes_of(n: int, ignored: int) -> Range:
+def _target_range(n: int, ignored: int) -> Range:
     """Return the range of valid targets."""
     return Range(n, IndexError, "Target {} is out of bounds.", ignored)
 
 
-def _kept(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _kept_targets(call: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Return (True where a target counts, the weight of each target)."""
     target, weight = call["target"], call["weight"]
     keep = target != call["ignore_index"]
@@ -405,7 +405,7 @@ def _sum_of_kept(
     op.set(x, names)
     op.set(target, each)
     if not target.dtype.is_floating_point:
-        op.ranges[target.index] = _classes_of(
+        op.ranges[target.index] = _target_range(
             x.shape[at], kwargs.get("ignore_index", args[1] if len(args) > 1 else -100)
         )
     op.out, op.whole, op.reduce = [()], {at}, dict.fromkeys(each, "sum")
@@ -432,7 +432,7 @@ def _class_dim(x: Any) -> int:
     return 0 if x.ndim == 1 else 1
 
 
-def _collect(call: dict[str, Any], losses: Tensor, weights: Tensor | None) -> Tensor:
+def _reduce_losses(call: dict[str, Any], losses: Tensor, weights: Tensor | None) -> Tensor:
     if call["reduction"] == "none":
         return losses
     total = losses.sum()
@@ -447,11 +447,11 @@ def _split_nll(call: dict[str, Any]) -> Tensor:
     x = reduce_partials(call["input"])
     at = _class_dim(x)
     _check_targets(call["target"], x, at)
-    keep, weights = _kept(call)
+    keep, weights = _kept_targets(call)
     losses = torch.where(keep, -pick(x, torch.where(keep, call["target"], 0), at), 0.0)
     if call["weight"] is not None:
         losses = losses * weights
-    return _collect(call, losses, weights)
+    return _reduce_losses(call, losses, weights)
 
 
 def _check_targets(target: Tensor, x: Tensor, at: int) -> None:
@@ -484,11 +484,11 @@ def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
     if target.ndim == x.ndim and target.is_floating_point():
         goal = target * (1 - smoothing) + smoothing / x.shape[at] if smoothing else target
         goal = goal if column is None else goal * column
-        return _collect(
+        return _reduce_losses(
             call, reduce_partials(sums).log() * goal.sum(at) - (x * goal).sum(at), None
         ).to(torch.promote_types(logits.dtype, goal.dtype))
     _check_targets(target, x, at)
-    keep, weights = _kept(call)
+    keep, weights = _kept_targets(call)
     target_logits = pick(x, torch.where(keep, target, 0), at)
     sums, target_logits, *spread = reduce_partials(
         torch.stack(
@@ -506,8 +506,8 @@ def _split_cross_entropy(call: dict[str, Any]) -> Tensor:
             norm * (x.shape[at] if weight is None else reduce_partials(weight.sum())) - spread[0]
         )
         losses = losses * (1 - smoothing) + every * (smoothing / x.shape[at])
-    return _collect(call, torch.where(keep, losses, 0.0), weights).to(logits.dtype)
+    return _reduce_losses(call, torch.where(keep, losses, 0.0), weights).to(logits.dtype)
 
 
-_classes(F.cross_entropy, _split_cross_entropy)
-_classes(F.nll_loss, _split_nll)
+_declare_class_loss(F.cross_entropy, _split_cross_entropy)
+_declare_class_loss(F.nll_loss, _split_nll)

@@ -37,13 +37,13 @@ def product(
     op.reduce = {f: "sum" for dims in names for f in dims if f is not None and f not in out}
     groups = [{a.index} for a in factors]
     if addend is not None:
-        op.set(addend, _aligned(addend, factors, names, out))
+        op.set(addend, _addend_dims(addend, factors, names, out))
         op.addends = frozenset([addend.index])
         groups = [g | {addend.index} for g in groups]
     op.linear = [frozenset(g) for g in groups]
 
 
-def _aligned(
+def _addend_dims(
     addend: Arg,
     factors: Sequence[Arg],
     names: Sequence[Sequence[Factor | None]],
@@ -69,12 +69,12 @@ def _matmul(op: OpDescription, a: Arg, b: Arg) -> None:
 
 
 rule(["matmul", "mm", "bmm", "mv", "dot", "vdot"])(
-    lambda op, *args, **kwargs: _matmul(op, *_pair(args, kwargs))
+    lambda op, *args, **kwargs: _matmul(op, *_two_operands(args, kwargs))
 )
 rule("rmatmul")(lambda op, a, b: _matmul(op, b, a))
 
 
-def _pair(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Arg]:
+def _two_operands(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Arg]:
     found = [a for a in (*args, *kwargs.values()) if isinstance(a, Arg)]
     if len(found) != 2:
         raise FormError("two operands are needed")
@@ -95,11 +95,11 @@ def _inner(op: OpDescription, input: Arg, other: Arg) -> None:
 
 
 rule(["outer", "ger"])(
-    lambda op, *args, **kwargs: product(op, ["m", "n"], _pair(args, kwargs), ("m", "n"))
+    lambda op, *args, **kwargs: product(op, ["m", "n"], _two_operands(args, kwargs), ("m", "n"))
 )
 
 
-def _added(name: str, names: Sequence[str], out: str) -> None:
+def _declare_addmm(name: str, names: Sequence[str], out: str) -> None:
     """Declare ``addmm`` or one of its like: ``beta * input + alpha * product``."""
 
     def describe(op: OpDescription, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
@@ -123,11 +123,11 @@ def _added(name: str, names: Sequence[str], out: str) -> None:
     )
 
 
-_added("addmm", ["mk", "kn"], "mn")
-_added("addmv", ["mk", "k"], "m")
-_added("addr", ["m", "n"], "mn")
-_added("baddbmm", ["bmk", "bkn"], "bmn")
-_added("addbmm", ["bmk", "bkn"], "mn")
+_declare_addmm("addmm", ["mk", "kn"], "mn")
+_declare_addmm("addmv", ["mk", "k"], "m")
+_declare_addmm("addr", ["m", "n"], "mn")
+_declare_addmm("baddbmm", ["bmk", "bkn"], "bmn")
+_declare_addmm("addbmm", ["bmk", "bkn"], "mn")
 
 
 @rule("linear")
@@ -268,7 +268,7 @@ def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list
 
 
 def _vecdot(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    x, y = _pair(args, kwargs)
+    x, y = _two_operands(args, kwargs)
     dim = canonical(kwargs).get("dim", args[2] if len(args) > 2 else -1)
     (first, second), out = align([x.shape, y.shape])
     at = dims_of(_MatmulShape(len(out)), dim)[0]

@@ -20,7 +20,7 @@ __all__: list[str] = []
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _normalize(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return (x normalised over ``dims``, mean, biased variance), with any dims split.
 
     Narrow dtypes are computed in single precision.
@@ -32,7 +32,7 @@ def _centred(x: Tensor, dims: tuple[int, ...], eps: float) -> tuple[Tensor, Tens
     return off * (variance + eps).rsqrt(), mean, variance
 
 
-def _scaled(
+def _scale_and_shift(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, shape: list[int], dtype: torch.dtype
 ) -> Tensor:
     if weight is not None:
@@ -45,7 +45,7 @@ def _scaled(
 # ------------------------------------------------------------------------------- layer and rms norm
 
 
-def _over_last(
+def _describe_last_dims(
     op: OpDescription, input: Arg, shape: Any, split: Callable[..., Tensor], *params: Any
 ) -> None:
     """Describe normalisation over the last dims.
@@ -73,7 +73,7 @@ def _layer_norm(
     *rest: Any,
 ) -> None:
     shape = [normalized_shape] if isinstance(normalized_shape, int) else normalized_shape
-    _over_last(op, input, shape, _split_layer_norm, weight, bias)
+    _describe_last_dims(op, input, shape, _split_layer_norm, weight, bias)
 
 
 def _split_layer_norm(
@@ -85,8 +85,8 @@ def _split_layer_norm(
     *rest: Any,
 ) -> Tensor:
     dims = tuple(range(input.ndim - len(normalized_shape), input.ndim))
-    out, _, _ = _centred(input, dims, eps)
-    return _scaled(out, weight, bias, list(normalized_shape), input.dtype)
+    out, _, _ = _normalize(input, dims, eps)
+    return _scale_and_shift(out, weight, bias, list(normalized_shape), input.dtype)
 
 
 @rule([F.rms_norm, torch.rms_norm])
@@ -97,7 +97,7 @@ def _rms_norm(
     weight: Arg | None = None,
     eps: float | None = None,
 ) -> None:
-    _over_last(op, input, normalized_shape, _split_rms_norm, weight)
+    _describe_last_dims(op, input, normalized_shape, _split_rms_norm, weight)
 
 
 def _split_rms_norm(
@@ -107,7 +107,7 @@ def _split_rms_norm(
     x = reduce_partials(input.float() if input.dtype in _HALF else input)
     square = reduce_partials((x * x).mean(dims, keepdim=True))
     out = x * (square + (torch.finfo(x.dtype).eps if eps is None else eps)).rsqrt()
-    return _scaled(out, weight, None, list(normalized_shape), input.dtype)
+    return _scale_and_shift(out, weight, None, list(normalized_shape), input.dtype)
 
 
 # -------------------------------------------------------------------------- group and instance norm
@@ -165,10 +165,10 @@ def _group_norm_of_one(
     *rest: Any,
     **more: Any,
 ) -> Tensor:
-    return F.group_norm(dummy_like(input, 1, 1, 2), 1, *_of_one(weight, bias))
+    return F.group_norm(dummy_like(input, 1, 1, 2), 1, *_dummy_channels(weight, bias))
 
 
-def _of_one(*channels: Tensor | None) -> list[Tensor | None]:
+def _dummy_channels(*channels: Tensor | None) -> list[Tensor | None]:
     """Return dummy tensors of one element for the tensors with a number per channel."""
     return [None if t is None else dummy_like(t, 1) for t in channels]
 
@@ -183,8 +183,10 @@ def _split_group_norm(
 ) -> Tensor:
     n, c, *space = input.shape
     grouped = input.reshape(n, num_groups, c // num_groups, *space)
-    out, _, _ = _centred(grouped, tuple(range(2, grouped.ndim)), eps)
-    return _scaled(out.reshape(n, c, *space), weight, bias, [1, c, *[1] * len(space)], input.dtype)
+    out, _, _ = _normalize(grouped, tuple(range(2, grouped.ndim)), eps)
+    return _scale_and_shift(
+        out.reshape(n, c, *space), weight, bias, [1, c, *[1] * len(space)], input.dtype
+    )
 
 
 def _instance_norm(
@@ -197,7 +199,7 @@ def _instance_norm(
     space = tuple(range(2, input.ndim))
     if use_input_stats and (
         split_in(input, space)
-        or (tracked and (split_in(input, (0, 1)) or _apart(running_mean, running_var)))
+        or (tracked and (split_in(input, (0, 1)) or _any_not_replicated(running_mean, running_var)))
     ):
         op.compose(_split_instance_norm)
         return
@@ -217,7 +219,7 @@ def _instance_norm_of_one(
 ) -> Tensor:  # fmt: skip
     return F.instance_norm(
         dummy_like(input, 1, 1, 2),
-        *_of_one(running_mean, running_var, weight, bias),
+        *_dummy_channels(running_mean, running_var, weight, bias),
         use_input_stats,
     )
 
@@ -228,20 +230,20 @@ def _split_instance_norm(
     use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5, *rest: Any,
 ) -> Tensor:  # fmt: skip
     space = tuple(range(2, input.ndim))
-    out, mean, variance = _centred(input, space, eps)
+    out, mean, variance = _normalize(input, space, eps)
     count = math.prod(input.shape[d] for d in space)
     if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
-            _follow(running_mean, mean.detach().mean((0, *space)), momentum)
-            _follow(
+            _update_running(running_mean, mean.detach().mean((0, *space)), momentum)
+            _update_running(
                 running_var,
                 variance.detach().mean((0, *space)) * (count / max(1, count - 1)),
                 momentum,
             )
-    return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
+    return _scale_and_shift(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
 
 
-def _apart(*buffers: Arg | None) -> bool:
+def _any_not_replicated(*buffers: Arg | None) -> bool:
     """Return True if a buffer that is written is not replicated.
 
     A kernel would write into a gathered copy, and the update would be lost.
@@ -271,7 +273,7 @@ def _batch_norm(
     if training and (
         split_in(input, others)
         or (running_mean is not None and input.is_split(1))
-        or _apart(running_mean, running_var)
+        or _any_not_replicated(running_mean, running_var)
     ):
         op.compose(_split_batch_norm)
         return
@@ -293,7 +295,7 @@ def _batch_norm_of_one(
     training: bool = False, *rest: Any, **more: Any,
 ) -> Tensor:  # fmt: skip
     return F.batch_norm(
-        dummy_like(input, 2, 1), *_of_one(running_mean, running_var, weight, bias), training
+        dummy_like(input, 2, 1), *_dummy_channels(running_mean, running_var, weight, bias), training
     )
 
 
@@ -308,17 +310,17 @@ def _split_batch_norm(
     """
     others = tuple(d for d in range(input.ndim) if d != 1)
     count = math.prod(input.shape[d] for d in others)
-    out, mean, variance = _centred(input, others, eps)
+    out, mean, variance = _normalize(input, others, eps)
     if running_mean is not None and running_var is not None and count:
         with torch.no_grad():
-            _follow(running_mean, mean.detach().reshape(-1), momentum)
-            _follow(
+            _update_running(running_mean, mean.detach().reshape(-1), momentum)
+            _update_running(
                 running_var, variance.detach().reshape(-1) * (count / max(1, count - 1)), momentum
             )
-    return _scaled(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
+    return _scale_and_shift(out, weight, bias, [1, -1, *[1] * (input.ndim - 2)], input.dtype)
 
 
-def _follow(running: Tensor, value: Tensor, momentum: float) -> None:
+def _update_running(running: Tensor, value: Tensor, momentum: float) -> None:
     running.mul_(1 - momentum).add_((value * momentum).to(running.dtype))
 
 

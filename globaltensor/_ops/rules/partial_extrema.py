@@ -45,7 +45,7 @@ def reduce_partials(x: Tensor) -> Tensor:
 
 
 @rule(reduce_partials)
-def _settled(op: OpDescription, x: Arg) -> None:
+def _describe_reduce_partials(op: OpDescription, x: Arg) -> None:
     op.set(x, tuple(range(x.ndim)))
     op.out = [tuple(range(x.ndim))]
     op.whole = {d for d in range(x.ndim) if not x.is_split(d)}
@@ -118,7 +118,7 @@ def _extremum(
     op.reduce = dict.fromkeys(dims, "max" if largest else "min")
 
 
-class _Carry(torch.autograd.Function):
+class _WithGradientOf(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, value: Tensor, x: Tensor, weight: Tensor, dims: tuple[int, ...], keepdim: bool
@@ -152,11 +152,11 @@ def with_gradient_of(
         return handle_torch_function(
             with_gradient_of, (value, x, weight), value, x, weight, dims, keepdim
         )
-    return _Carry.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
+    return _WithGradientOf.apply(value, x, weight, dims, keepdim)  # type: ignore[no-any-return,no-untyped-call]
 
 
 @rule(with_gradient_of)
-def _carry(
+def _describe_with_gradient_of(
     op: OpDescription, value: Arg, x: Arg, weight: Arg, dims: tuple[int, ...], keepdim: bool
 ) -> None:
     names = tuple(range(x.ndim))

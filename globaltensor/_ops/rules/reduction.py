@@ -173,7 +173,7 @@ def _variance_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor,
     return bind(*args, **canonical(kwargs))
 
 
-def _root(variance: Tensor) -> Tensor:
+def _std_from_variance(variance: Tensor) -> Tensor:
     # Where the variance is zero, torch's std has a gradient of zero, not of infinity.
     flat = reduce_partials(variance)
     zero = flat == 0
@@ -185,14 +185,14 @@ def _root(variance: Tensor) -> Tensor:
 
 
 composite("var", _split_variance)(lambda *a, **k: _variance_of(a, k)[0])
-composite("std", _split_variance)(lambda *a, **k: _root(_variance_of(a, k)[0]))
+composite("std", _split_variance)(lambda *a, **k: _std_from_variance(_variance_of(a, k)[0]))
 composite("var_mean", _split_variance)(lambda *a, **k: _variance_of(a, k))
 
 
 @composite("std_mean", _split_variance)
 def _std_mean(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     variance, mean = _variance_of(args, kwargs)
-    return _root(variance), mean
+    return _std_from_variance(variance), mean
 
 
 # ------------------------------------------------------------------------------------------- maxima
@@ -242,7 +242,7 @@ def _aminmax_split(input: Tensor, *, dim: int | None = None, keepdim: bool = Fal
 # -------------------------------------------------------------------------- functions along one dim
 
 
-def _along(
+def _declare_along_dim(
     names: str, results: int = 1, default: int | None = None, reduces: bool = False, at: int = 1
 ) -> None:
     """Declare functions that work along one dim, which must not be split.
@@ -267,7 +267,7 @@ def _along(
     rule(names.split())(describe)
 
 
-_along("mode", results=2, default=-1, reduces=True)
+_declare_along_dim("mode", results=2, default=-1, reduces=True)
 
 
 def _quantile(

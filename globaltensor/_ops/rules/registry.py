@@ -92,15 +92,15 @@ class Rules(dict[Any, Rule]):
         with _changing:
             super().__setitem__(function, rule)
             (self.scalars.add if rule.scalars else self.scalars.discard)(function)
-            self._changed()
+            self._clear_derived()
 
     def __delitem__(self, function: Any) -> None:
         with _changing:
             super().__delitem__(function)
             self.scalars.discard(function)
-            self._changed()
+            self._clear_derived()
 
-    def _changed(self) -> None:
+    def _clear_derived(self) -> None:
         self.version += 1
         for derived in list(_DERIVED):
             derived.entries.clear()

@@ -86,7 +86,7 @@ def _bind(input: Any, dim: int, *, dtype: torch.dtype | None = None) -> tuple[An
 
 
 @dataclass(frozen=True)
-class _Fold:
+class _ScanKind:
     """The three functions of one kind of scan.
 
     ``scan`` scans a dim. ``total`` reduces a local tensor, with the dim kept, also where it is
@@ -99,15 +99,15 @@ class _Fold:
 
 
 _FOLDS = {
-    "cumsum": _Fold(lambda x, d: x.cumsum(d), lambda x, d: x.sum(d, keepdim=True), 0.0),
-    "cumprod": _Fold(lambda x, d: x.cumprod(d), lambda x, d: x.prod(d, keepdim=True), 1.0),
-    "logcumsumexp": _Fold(
+    "cumsum": _ScanKind(lambda x, d: x.cumsum(d), lambda x, d: x.sum(d, keepdim=True), 0.0),
+    "cumprod": _ScanKind(lambda x, d: x.cumprod(d), lambda x, d: x.prod(d, keepdim=True), 1.0),
+    "logcumsumexp": _ScanKind(
         lambda x, d: x.logcumsumexp(d), lambda x, d: x.logsumexp(d, keepdim=True), float("-inf")
     ),
 }
 
 
-def _folding(spelled: str) -> Callable[..., None]:
+def _scan_rule(spelled: str) -> Callable[..., None]:
     name = spelled.rstrip("_")
     fold, inplace = _FOLDS[name], spelled.endswith("_")
 
@@ -122,7 +122,7 @@ def _folding(spelled: str) -> Callable[..., None]:
         def local(split: LocalContext) -> Callable[..., Tensor]:
             if not is_spread(split, d):
                 return getattr(Tensor, spelled)  # type: ignore[no-any-return]
-            run = _folded(
+            run = _local_scan(
                 fold,
                 SplitPosition.of(split, d),
                 d,
@@ -138,8 +138,8 @@ def _folding(spelled: str) -> Callable[..., None]:
     return describe
 
 
-def _folded(
-    fold: _Fold, place: SplitPosition, d: int, dtype: torch.dtype, device: torch.device
+def _local_scan(
+    fold: _ScanKind, place: SplitPosition, d: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[Tensor], Tensor]:
     first = not place.before
     chosen = torch.zeros(len(place.ranks), dtype=torch.bool, device=device)
@@ -168,19 +168,19 @@ def _folded(
 
 
 for _name in _FOLDS:
-    each_spelling(_name, _folding)
+    each_spelling(_name, _scan_rule)
 
 
 # ----------------------------------------------------------------------------------------- extremes
 
 
-def _extreme(name: str) -> Callable[..., None]:
+def _extremum_rule(name: str) -> Callable[..., None]:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim = _bind(*args, **canonical(kwargs))
         d = along(op, x, dim, 2)
         if d is not None:
             op.local = lambda split: (
-                _climbed(name, SplitPosition.of(split, d), d)
+                _local_extremum(name, SplitPosition.of(split, d), d)
                 if is_spread(split, d)
                 else getattr(torch, name)
             )
@@ -188,7 +188,7 @@ def _extreme(name: str) -> Callable[..., None]:
     return describe
 
 
-def _climbed(name: str, place: SplitPosition, d: int) -> Callable[..., Any]:
+def _local_extremum(name: str, place: SplitPosition, d: int) -> Callable[..., Any]:
     """Return the local function for the running maximum (minimum) and its position.
 
     Of equal elements the last counts, as in torch.
@@ -227,5 +227,5 @@ def _climbed(name: str, place: SplitPosition, d: int) -> Callable[..., Any]:
     return run
 
 
-each_spelling("cummax", _extreme)
-each_spelling("cummin", _extreme)
+each_spelling("cummax", _extremum_rule)
+each_spelling("cummin", _extremum_rule)

@@ -49,18 +49,23 @@ def takes(op: OpDescription, dims: dict[int, tuple[int, Runs]]) -> None:
     def seconds(choice: Any) -> float:
         spec = choice.ins[0]
         return sum(
-            _seconds(spec, d, *_places(spec, choice.outs, _ranks(spec, d), d, out_dim, runs))
+            _exchange_seconds(
+                spec, d,
+                *_held_and_wanted(spec, choice.outs, _ranks_along(spec, d), d, out_dim, runs),
+            )
             for d, (out_dim, runs) in dims.items() if op.dims[0][d] in choice.factors
         )  # fmt: skip
 
     op.traffic = seconds
 
 
-def _ranks(spec: Spec, dim: int) -> tuple[int, ...]:
+def _ranks_along(spec: Spec, dim: int) -> tuple[int, ...]:
     return fibers(spec, spec.placement.flat[0], dim)
 
 
-def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]) -> float:
+def _exchange_seconds(
+    spec: Spec, dim: int, held: list[Interval], wanted: list[list[Interval]]
+) -> float:
     """Return the seconds in which the ranks of a dim of ``spec`` fetch what they want.
 
     ``held`` and ``wanted`` are intervals of that dim for each rank.
@@ -68,7 +73,9 @@ def _seconds(spec: Spec, dim: int, held: list[Interval], wanted: list[list[Inter
     most = most_fetched(held, wanted)
     each = spec.local_numel() // max(1, spec.local_shape(spec.placement.flat[0])[dim])
     return (
-        current_cluster().seconds("exchange", most * each * spec.dtype.itemsize, _ranks(spec, dim))
+        current_cluster().seconds(
+            "exchange", most * each * spec.dtype.itemsize, _ranks_along(spec, dim)
+        )
         if most
         else 0.0
     )
@@ -85,11 +92,12 @@ def cut(
         return None
     src, rank = split.ins[0], split.rank
     ranks = fibers(src, rank, dim)
-    held, wanted = _places(src, split.outs, ranks, dim, out_dim, runs)
+    held, wanted = _held_and_wanted(src, split.outs, ranks, dim, out_dim, runs)
     reach = HaloPlan(ranks, rank, held, wanted)
     mine = [interval(out, rank, out_dim) for out in split.outs]
     sizes = [
-        sum(b - a for a, b in _covered(run, part)) for run, part in zip(runs, mine, strict=True)
+        sum(b - a for a, b in _covered_intervals(run, part))
+        for run, part in zip(runs, mine, strict=True)
     ]
     strides = [
         (*[slice(None)] * dim, slice(None, None, run.step)) if run.step > 1 else None
@@ -107,7 +115,7 @@ def cut(
     return parts
 
 
-def _places(
+def _held_and_wanted(
     src: Spec, outs: Sequence[Spec], ranks: Sequence[int], dim: int, out_dim: int, runs: Runs
 ) -> tuple[list[Interval], list[list[Interval]]]:
     """Return the interval of ``dim`` that each rank holds, and the intervals that it wants."""
@@ -115,14 +123,14 @@ def _places(
         [
             i
             for run, out in zip(runs, outs, strict=True)
-            for i in _covered(run, interval(out, r, out_dim))
+            for i in _covered_intervals(run, interval(out, r, out_dim))
         ]
         for r in ranks
     ]
     return [interval(src, r, dim) for r in ranks], wanted
 
 
-def _covered(run: range, part: Interval) -> Iterator[Interval]:
+def _covered_intervals(run: range, part: Interval) -> Iterator[Interval]:
     """Yield the interval of the operand that an interval of a run covers, first to last element."""
     a, b = part
     if a < b:
@@ -163,8 +171,10 @@ def joins(op: OpDescription, operands: Sequence[Arg], dim: int, factor: Any) -> 
         for i, a in enumerate(operands):
             if a in spread:
                 spec = choice.ins[a.index]
-                held = [interval(spec, r, dim) for r in _ranks(spec, dim)]
-                exchange_seconds += _seconds(spec, dim, held, wanted(out, _ranks(spec, dim), i))
+                held = [interval(spec, r, dim) for r in _ranks_along(spec, dim)]
+                exchange_seconds += _exchange_seconds(
+                    spec, dim, held, wanted(out, _ranks_along(spec, dim), i)
+                )
         return exchange_seconds
 
     def local(split: LocalContext) -> Callable[..., Tensor] | None:

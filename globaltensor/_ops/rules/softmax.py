@@ -20,7 +20,7 @@ from .registry import composite, rule
 __all__: list[str] = []
 
 
-def _implicit(ndim: int) -> int:
+def _default_dim(ndim: int) -> int:
     # The dim that torch uses for dim=None, with a warning of its own.
     return 0 if ndim in (0, 1, 3) else 1
 
@@ -30,13 +30,13 @@ def _bind(name: str) -> Any:
     if name == "F":
         return lambda input, dim=None, _stacklevel=3, dtype=None: (
             input,
-            _implicit(input.ndim) if dim is None else dim,
+            _default_dim(input.ndim) if dim is None else dim,
             dtype,
         )
     return lambda input, dim, dtype=None: (input, dim, dtype)
 
 
-def _family(kind: str) -> None:
+def _declare_softmax(kind: str) -> None:
     for function, spelling in [
         (getattr(torch, kind, None), "torch"), (getattr(Tensor, kind, None), "torch"),
         (getattr(torch.special, kind, None), "torch"), (getattr(F, kind), "F"),
@@ -72,7 +72,7 @@ def _over_split(kind: str, x: Tensor, dim: int, dtype: torch.dtype | None) -> Te
 
 
 for _kind in ("softmax", "log_softmax", "softmin"):
-    _family(_kind)
+    _declare_softmax(_kind)
 
 
 @rule("logsumexp")
@@ -83,12 +83,12 @@ def _logsumexp(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     describe(*args, **canonical(kwargs))
 
 
-def _splits(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+def _reduces_split_dims(input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
     dims = dims_of(input, canonical(kwargs).get("dim", dim))
     return split_in(input, dims) and all(input.shape[d] for d in dims)
 
 
-@composite("logsumexp", _splits)
+@composite("logsumexp", _reduces_split_dims)
 def _split_logsumexp(*args: Any, **kwargs: Any) -> Tensor:
     def run(input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
         x, dims = reduce_partials(input), dims_of(input, dim)

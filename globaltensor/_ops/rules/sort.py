@@ -66,7 +66,7 @@ def keys_of(x: Tensor, descending: bool) -> tuple[Tensor, int]:
     return (~keys if descending else keys), bits
 
 
-def _searched(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
+def _search_keys(lanes: Tensor, bits: int, targets: Tensor, ranks: tuple[int, ...]) -> Tensor:
     """Return the key at each of ``targets`` [lanes or 1, targets] in the order of all ranks' keys.
 
     ``lanes`` [lanes, own_length] are the sorted keys of this rank.
@@ -109,14 +109,14 @@ class _Route(NamedTuple):
     places: Tensor
 
 
-def _there(flat: Tensor, route: _Route, why: str = _PLACES) -> Tensor:
+def _send_along(flat: Tensor, route: _Route, why: str = _PLACES) -> Tensor:
     """Send the elements along a route, and return the received ones in the order of the ranks."""
     pieces = flat[route.order].split(route.sends)
     with log.exchanges(why):
         return torch.cat(world().comm(route.ranks).all_to_all(pieces, route.receives, fresh=False))
 
 
-class _Routed(torch.autograd.Function):
+class _SendAlong(torch.autograd.Function):
     """The elements in the order of a route; with ``back``, in their original order again.
 
     ``came``: the elements that the exchange has already delivered. They are passed in a forward
@@ -127,7 +127,7 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, flat: Tensor, route: _Route, back: bool, came: Tensor | None) -> Tensor:
         ctx.route, ctx.back = route, back
         if not back:
-            received = _there(flat, route, _DOUBLE_BACKWARD) if came is None else came
+            received = _send_along(flat, route, _DOUBLE_BACKWARD) if came is None else came
             return received[route.places]
         received = torch.empty_like(flat)
         received[route.places] = flat
@@ -143,10 +143,15 @@ class _Routed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return _Routed.apply(grads[0].contiguous(), ctx.route, not ctx.back, None), None, None, None  # type: ignore[no-untyped-call]
+        return (
+            _SendAlong.apply(grads[0].contiguous(), ctx.route, not ctx.back, None),  # type: ignore[no-untyped-call]
+            None,
+            None,
+            None,
+        )
 
 
-def _planned(
+def _plan_route(
     lanes: Tensor, descending: bool, place: SplitPosition, ends: list[int]
 ) -> tuple[_Route, Tensor]:
     """Return the route of ``lanes``, and the elements that this rank receives by it.
@@ -163,7 +168,7 @@ def _planned(
     cuts = torch.full((count, len(ends) - 1), own_length, device=keys.device)
     if inner:
         borders = torch.tensor([inner], device=keys.device)
-        first = _searched(local, bits, borders, place.ranks)
+        first = _search_keys(local, bits, borders, place.ranks)
         less, upto = torch.searchsorted(local, first), torch.searchsorted(local, first, right=True)
         every = all_gather_small(torch.stack([less, upto - less]), place.ranks)
         # Of the keys equal to the border, take as many as still fit before it, rank by rank.
@@ -185,7 +190,7 @@ def _planned(
     route = _Route(
         place.ranks, sending, sizes[place.index], [row[place.index] for row in sizes], sending
     )
-    came = _there(lanes.flatten(), route)
+    came = _send_along(lanes.flatten(), route)
     # Sort by key, and among equals in the order in which they arrive: by rank, and on each rank by
     # position. Then sort by lane.
     places = keys_of(came, descending)[0].sort(stable=True).indices
@@ -200,32 +205,32 @@ def _planned(
     return route._replace(places=places), came
 
 
-def _lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
+def _to_lanes(x: Tensor, d: int) -> tuple[Tensor, tuple[int, ...]]:
     """Return the lanes along ``d`` as ([lanes, here], the shape of the other dims)."""
     rows = x.movedim(d, -1)
     rest = tuple(rows.shape[:-1])
     return rows.reshape(math.prod(rest), rows.shape[-1]).contiguous(), rest
 
 
-def _sorted(
+def _local_sort(
     split: LocalContext, d: int, descending: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     place, out = SplitPosition.of(split, d), split.outs[0]
     ends = [offsets[d] + lengths[d] for offsets, lengths in map(out.box, place.ranks)]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        lanes, rest = _lanes(x, d)
+        lanes, rest = _to_lanes(x, d)
         shape = (*rest, split.out_shape()[d])
         if not len(lanes):
             return x.narrow(d, 0, 0).reshape(split.out_shape()), x.new_zeros(
                 split.out_shape(), dtype=torch.int64
             )
-        route, came = _planned(lanes.detach(), descending, place, ends)
+        route, came = _plan_route(lanes.detach(), descending, place, ends)
         at = torch.arange(place.offset, place.offset + place.length, device=x.device).expand(
             lanes.shape
         )
-        values = _Routed.apply(lanes.flatten(), route, False, came)  # type: ignore[no-untyped-call]
-        places = _there(at.flatten(), route)[route.places]
+        values = _SendAlong.apply(lanes.flatten(), route, False, came)  # type: ignore[no-untyped-call]
+        places = _send_along(at.flatten(), route)[route.places]
         return values.view(shape).movedim(-1, d), places.view(shape).movedim(-1, d)
 
     return run
@@ -234,7 +239,7 @@ def _sorted(
 # ------------------------------------------------------------------------- selection of one element
 
 
-def _selected(
+def _local_select(
     split: LocalContext,
     d: int,
     keepdim: bool,
@@ -248,10 +253,10 @@ def _selected(
     place, n = SplitPosition.of(split, d), split.ins[0].shape[d]
 
     def run(x: Tensor) -> tuple[Tensor, Tensor]:
-        lanes, rest = _lanes(x, d)
+        lanes, rest = _to_lanes(x, d)
         keys, bits = keys_of(lanes.detach(), False)
         ordered, order = keys.sort(dim=1, stable=True)
-        found = _searched(ordered, bits, goal(lanes.detach(), place.ranks, n), place.ranks)
+        found = _search_keys(ordered, bits, goal(lanes.detach(), place.ranks, n), place.ranks)
         at = torch.searchsorted(ordered, found)
         if place.length:
             mine = torch.searchsorted(ordered, found, right=True) > at
@@ -267,18 +272,18 @@ def _selected(
     return run
 
 
-def _middle(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
+def _median_position(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
     """Return the position of the lower median, or of the NaN in a lane that holds one."""
-    lacking = _nans(lanes, ranks)
+    lacking = _count_nans(lanes, ranks)
     return torch.where(lacking > 0, n - 1, (n - 1) // 2)
 
 
 def _middle_of_numbers(lanes: Tensor, ranks: tuple[int, ...], n: int) -> Tensor:
     """Return the position of the lower median of the elements that are no NaN."""
-    return (n - 1 - _nans(lanes, ranks)).clamp(min=0) // 2
+    return (n - 1 - _count_nans(lanes, ranks)).clamp(min=0) // 2
 
 
-def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
+def _count_nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
     if not lanes.dtype.is_floating_point:
         return torch.zeros(len(lanes), 1, dtype=torch.int64, device=lanes.device)
     with log.exchanges(_SEARCH):
@@ -291,7 +296,7 @@ def _nans(lanes: Tensor, ranks: tuple[int, ...]) -> Tensor:
 _NO_ORDER = (torch.uint16, torch.uint32, torch.uint64)
 
 
-def _declare(
+def _declare_sort(
     name: str, results: int, default: int, make: Callable[[tuple[Tensor, Tensor]], Any]
 ) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
@@ -304,12 +309,12 @@ def _declare(
         op.whole, op.exchanges = set(), {d}
         op.out = [op.dims[x.index]] * results
         if split_in(x, dims):
-            op.traffic = lambda choice: _seconds(choice, d, True)
+            op.traffic = lambda choice: _sort_seconds(choice, d, True)
 
         def local(split: LocalContext) -> Callable[..., Any]:
             if not is_spread(split, d):
                 return getattr(torch, name)  # type: ignore[no-any-return]
-            run = _sorted(split, d, descending)
+            run = _local_sort(split, d, descending)
             return lambda input, *args, **kwargs: make(run(input))
 
         op.local = local
@@ -326,7 +331,7 @@ def _bind(
     return input, dim, descending
 
 
-def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
+def _sort_seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     """Return the seconds for sorting a rank's elements.
 
     Where the dim is split, the search is included, and for a sort also the exchange.
@@ -348,12 +353,12 @@ def _seconds(choice: SignatureChoice, d: int, moving: bool) -> float:
     )
 
 
-_declare("sort", 2, -1, lambda found: torch.return_types.sort(found))
-_declare("argsort", 1, -1, lambda found: found[1])
-_declare("msort", 1, 0, lambda found: found[0])
+_declare_sort("sort", 2, -1, lambda found: torch.return_types.sort(found))
+_declare_sort("argsort", 1, -1, lambda found: found[1])
+_declare_sort("msort", 1, 0, lambda found: found[0])
 
 
-def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -> None:
+def _declare_select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         x, dim, keepdim, goal = bind(*args, **canonical(kwargs))
         dims = dims_of(x, dim)
@@ -362,12 +367,12 @@ def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -
             return
         d, kind = dims[0], getattr(torch.return_types, name)
         op.whole, op.exchanges = set(), {d}
-        op.traffic = lambda choice: _seconds(choice, d, False)
+        op.traffic = lambda choice: _sort_seconds(choice, d, False)
 
         def local(split: LocalContext) -> Callable[..., Any]:
             if not split.is_split(d):
                 return getattr(torch, name)  # type: ignore[no-any-return]
-            run = _selected(split, d, keepdim, goal)
+            run = _local_select(split, d, keepdim, goal)
             return lambda input, *args, **kwargs: kind(run(input))
 
         op.local = local
@@ -375,7 +380,7 @@ def _select(name: str, bind: Callable[..., tuple[Arg, int | None, bool, Any]]) -
     rule(name)(describe)
 
 
-def _at(
+def _bind_kthvalue(
     input: Arg, k: int, dim: int = -1, keepdim: bool = False
 ) -> tuple[Arg, int | None, bool, Any]:
     return (
@@ -386,8 +391,10 @@ def _at(
     )
 
 
-_select("kthvalue", _at)
-_select("median", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle))
-_select(
+_declare_select("kthvalue", _bind_kthvalue)
+_declare_select(
+    "median", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _median_position)
+)
+_declare_select(
     "nanmedian", lambda input, dim=None, keepdim=False: (input, dim, keepdim, _middle_of_numbers)
 )

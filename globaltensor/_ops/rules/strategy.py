@@ -62,7 +62,8 @@ def select_signature(
             [
                 s
                 for s in m
-                if _alike(s.ins[keep], specs[keep], a) and _alike(s.outs[0], specs[keep], a)
+                if _same_entry(s.ins[keep], specs[keep], a)
+                and _same_entry(s.outs[0], specs[keep], a)
             ]
             for a, m in enumerate(menu)
         ]
@@ -80,11 +81,11 @@ def select_signature(
             and (keep is None or candidate.outs[0].layout == specs[keep].layout)
         ):
             return candidate
-    while len(menu) and _count(menu) > _MAX_SIGNATURES:
+    while len(menu) and _num_combinations(menu) > _MAX_SIGNATURES:
         longest = max(range(axes), key=lambda a: len(menu[a]))
         menu[longest].sort(
             key=lambda s: sum(
-                not _alike(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)
+                not _same_entry(e, spec, longest) for e, spec in zip(s.ins, specs, strict=True)
             )
         )
         menu[longest] = menu[longest][: max(1, len(menu[longest]) // 2)]
@@ -109,14 +110,14 @@ def select_signature(
     return best[1] if best else None
 
 
-def _count(menu: list[list[Signature]]) -> int:
+def _num_combinations(menu: list[list[Signature]]) -> int:
     n = 1
     for m in menu:
         n *= len(m)
     return n
 
 
-def _alike(entry: object, spec: Spec, axis: int) -> bool:
+def _same_entry(entry: object, spec: Spec, axis: int) -> bool:
     mine = spec.layout[axis]
     return entry is mine or (
         getattr(entry, "kind", "") == mine.kind == "split"
@@ -130,7 +131,7 @@ def _fits(op: OpDescription, signature: Signature, specs: Sequence[Spec], axis: 
     A broadcast addend may enter as partial.
     """
     return all(
-        _alike(entry, spec, axis)
+        _same_entry(entry, spec, axis)
         or (i in op.addends and entry.is_partial and spec.layout[axis].is_broadcast)
         for i, (entry, spec) in enumerate(zip(signature.ins, specs, strict=True))
     )
@@ -177,7 +178,7 @@ def _price(
             lost += plan_boxing(out, out.replicated()).seconds / 2
     # The program goes on with the main operand's split. A result that lost this split will have to
     # be boxed back.
-    main = _main(op)
+    main = _main_operand(op)
     for axis, entry in enumerate(specs[main].layout):
         factor = op.dims[main][entry.dim] if entry.is_split else None
         if factor is not None and choice.signatures[axis].factor != factor:
@@ -192,7 +193,7 @@ def _price(
     return round(traffic + lost, 12), new, round(traffic, 12), moved
 
 
-def _main(op: OpDescription) -> int:
+def _main_operand(op: OpDescription) -> int:
     """Return the index of the operand that the program goes on from.
 
     The main operand is the first that has every dim of the result (not the scale in ``scale * x``),

@@ -23,7 +23,9 @@ from .scan import SplitPosition
 __all__: list[str] = []
 
 
-def _reduces(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int) -> None:
+def _describe_reduction(
+    op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, results: int
+) -> None:
     """Describe a reduction of ``dims``.
 
     Dims that are split may stay so, and every rank has the result.
@@ -36,7 +38,7 @@ def _reduces(op: OpDescription, x: Arg, dims: tuple[int, ...], keepdim: bool, re
 # ----------------------------------------------------------------------------- the best along a dim
 
 
-def _best(
+def _local_best(
     split: LocalContext, d: int, largest: bool, keepdim: bool
 ) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
     """Return the local function for the largest (smallest) along a split dim, and its position.
@@ -84,19 +86,19 @@ def _max_or_min(name: str) -> None:
                 reduced(op, input, dims_of(input, None), False, None)
             else:
                 dims = dims_of(input, dim)
-                _reduces(op, input, dims, keepdim, 2)
+                _describe_reduction(op, input, dims, keepdim, 2)
                 if op.exchanges:
-                    op.local = lambda split: _named(name, split, dims[0], keepdim)
+                    op.local = lambda split: _local_max_or_min(name, split, dims[0], keepdim)
 
         bind(*args, **kwargs)
 
     rule(name)(describe)
 
 
-def _named(name: str, split: LocalContext, d: int, keepdim: bool) -> Callable[..., Any]:
+def _local_max_or_min(name: str, split: LocalContext, d: int, keepdim: bool) -> Callable[..., Any]:
     if not split.is_split(d):
         return getattr(torch, name)  # type: ignore[no-any-return]
-    run, kind = _best(split, d, name == "max", keepdim), getattr(torch.return_types, name)
+    run, kind = _local_best(split, d, name == "max", keepdim), getattr(torch.return_types, name)
     return lambda input, *args, **kwargs: kind(run(input))
 
 
@@ -104,13 +106,13 @@ _max_or_min("max")
 _max_or_min("min")
 
 
-def _arg(name: str) -> None:
+def _declare_arg(name: str) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         def bind(input: Arg, dim: int | None = None, keepdim: bool = False) -> None:
             dims = dims_of(input, dim)
-            _reduces(op, input, dims, keepdim, 1)
+            _describe_reduction(op, input, dims, keepdim, 1)
             if op.exchanges:
-                op.local = lambda split: _place(
+                op.local = lambda split: _local_arg(
                     name, split, None if dim is None else dims[0], keepdim
                 )
 
@@ -119,17 +121,21 @@ def _arg(name: str) -> None:
     rule(name)(describe)
 
 
-def _place(name: str, split: LocalContext, d: int | None, keepdim: bool) -> Callable[..., Tensor]:
+def _local_arg(
+    name: str, split: LocalContext, d: int | None, keepdim: bool
+) -> Callable[..., Tensor]:
     over = [f for f in split.op.exchanges if split.is_split(f)]
     if not over:
         return getattr(torch, name)  # type: ignore[no-any-return]
     if d is not None:
-        best = _best(split, d, name == "argmax", keepdim)
+        best = _local_best(split, d, name == "argmax", keepdim)
         return lambda input, *args, **kwargs: best(input.detach())[1]
-    return lambda input, *args, **kwargs: _of_all(name == "argmax", split, over, input.detach())
+    return lambda input, *args, **kwargs: _flat_position(
+        name == "argmax", split, over, input.detach()
+    )
 
 
-def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> Tensor:
+def _flat_position(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> Tensor:
     """Return the position of the first element that is the best, in the flattened global tensor."""
     spec = split.ins[0]
     ranks = spec.placement.fiber(split.rank, sorted(a for f in over for a in split.factors[f]))
@@ -163,8 +169,8 @@ def _of_all(largest: bool, split: LocalContext, over: list[Any], x: Tensor) -> T
     return position.reshape(split.out_shape())
 
 
-_arg("argmax")
-_arg("argmin")
+_declare_arg("argmax")
+_declare_arg("argmin")
 
 
 # --------------------------------------------------------------------------------------- the best k
@@ -174,7 +180,7 @@ _arg("argmin")
 def _topk(op: OpDescription, *args: Any, **kwargs: Any) -> None:
     def bind(input: Arg, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> None:
         dims = dims_of(input, dim)
-        _reduces(op, input, dims, True, 2)
+        _describe_reduction(op, input, dims, True, 2)
         if op.exchanges:
             op.local = lambda split: (
                 _best_k(split, dims[0], k, largest, sorted)

@@ -42,7 +42,7 @@ def _vector(
             op.linear, op.carries = [frozenset([0])], True
 
 
-def _infinite(p: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Any:
+def _inf_norm(p: float, dims: tuple[int, ...], keepdim: bool, dtype: torch.dtype | None) -> Any:
     def run(*args: Any, **kwargs: Any) -> Tensor:
         x = args[0] if args else canonical(kwargs)["input"]
         x = (x if dtype is None else x.to(dtype)).abs()
@@ -62,7 +62,7 @@ def _vector_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         dtype: torch.dtype | None = None,
     ) -> None:
         dims = dims_of(input, dim)
-        _vector(op, input, float(ord), dims, keepdim, _infinite(float(ord), dims, keepdim, dtype))
+        _vector(op, input, float(ord), dims, keepdim, _inf_norm(float(ord), dims, keepdim, dtype))
 
     describe(*args, **canonical(kwargs))
 
@@ -99,7 +99,7 @@ def _linalg_norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         dims = dims_of(input, dim)
         if ord is None or len(dims) == 1:
             p = 2.0 if ord is None else float(ord)
-            _vector(op, input, p, dims, keepdim, _infinite(p, dims, keepdim, dtype))
+            _vector(op, input, p, dims, keepdim, _inf_norm(p, dims, keepdim, dtype))
         else:
             _matrix(op, input, ord, dims, keepdim)
 
@@ -120,7 +120,7 @@ def _norm(op: OpDescription, *args: Any, **kwargs: Any) -> None:
             reduced(op, input, dims, keepdim, None)
         else:
             order = 2.0 if p is None or p == "fro" else float(p)
-            _vector(op, input, order, dims, keepdim, _infinite(order, dims, keepdim, dtype))
+            _vector(op, input, order, dims, keepdim, _inf_norm(order, dims, keepdim, dtype))
 
     describe(*args, **canonical(kwargs))
 
@@ -149,7 +149,7 @@ def _weight_norm(op: OpDescription, v: Arg, g: Arg, dim: int = 0) -> None:
 # ---------------------------------------------------------------------------------------- distances
 
 
-def _two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
+def _align_two(op: OpDescription, a: Arg, b: Arg) -> tuple[Any, ...]:
     """Align two operands that broadcast, and return the names of the result's dims."""
     (first, second), result = align([a.shape, b.shape])
     op.set(a, first)
@@ -165,7 +165,7 @@ def _any_split(a: Any, b: Any, dim: int | None) -> bool:
 
 @rule("dist")
 def _dist(op: OpDescription, input: Arg, other: Arg, p: float = 2) -> None:
-    op.whole = set(_two(op, input, other))
+    op.whole = set(_align_two(op, input, other))
     op.out = [()]
 
 
@@ -174,22 +174,22 @@ def _split_dist(input: Tensor, other: Tensor, p: float = 2) -> Tensor:
     return torch.linalg.vector_norm(input - other, p)
 
 
-def _from_right(a: Any, b: Any, dim: int) -> int:
+def _negative_dim(a: Any, b: Any, dim: int) -> int:
     n = max(a.ndim, b.ndim)
     return dim if dim < 0 else dim - n
 
 
 def _cosine_split(x1: Any, x2: Any, dim: int = 1, eps: float = 1e-8) -> bool:
-    return _any_split(x1, x2, _from_right(x1, x2, dim))
+    return _any_split(x1, x2, _negative_dim(x1, x2, dim))
 
 
 @rule("cosine_similarity")
 def _cosine(op: OpDescription, x1: Arg, x2: Arg, dim: int = 1, eps: float = 1e-8) -> None:
-    names = _two(op, x1, x2)
+    names = _align_two(op, x1, x2)
     if not names:  # two numbers
         op.out = [()]
         return
-    at = _from_right(x1, x2, dim) % len(names)
+    at = _negative_dim(x1, x2, dim) % len(names)
     op.whole = {names[at]}
     op.out = [kept(names, (at,), False)]
 
@@ -204,7 +204,7 @@ def _split_cosine(x1: Tensor, x2: Tensor, dim: int = 1, eps: float = 1e-8) -> Te
 def _pairwise(
     op: OpDescription, x1: Arg, x2: Arg, p: float = 2.0, eps: float = 1e-6, keepdim: bool = False
 ) -> None:
-    names = _two(op, x1, x2)
+    names = _align_two(op, x1, x2)
     if _any_split(x1, x2, -1):
         op.compose(_split_pairwise)
     op.whole = {names[-1]}

@@ -135,7 +135,7 @@ def regroup(op: OpDescription, x: Arg, shape: Sequence[int]) -> None:
     passes(op)
 
 
-def _seen_as(
+def _reshape_to(
     method: Callable[..., torch.Tensor], shape: tuple[int, ...]
 ) -> Callable[..., torch.Tensor]:
     return lambda input, *args, **kwargs: method(input, shape)
@@ -150,7 +150,7 @@ def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
             _view_as_dtype(op, input, result)
             return
         regroup(op, input, result.shape)
-        op.local = lambda split: _seen_as(method, split.out_shape())
+        op.local = lambda split: _reshape_to(method, split.out_shape())
 
     return describe
 
@@ -181,15 +181,15 @@ rule("unflatten")(_reshaped("unflatten", by="view"))
 rule("ravel")(lambda op, input: op.compose(lambda input: input.contiguous().reshape(-1)))
 
 
-def _like_another(name: str, function: Callable[[Any, Any], Any]) -> None:
+def _declare_like(name: str, function: Callable[[Any, Any], Any]) -> None:
     # Only the other tensor's shape or dtype matters, so its layout must not.
     rule(name)(lambda op, input, other: setattr(op, "composite", function))
 
 
-_like_another("view_as", lambda input, other: input.view(other.shape))
-_like_another("reshape_as", lambda input, other: input.reshape(other.shape))
-_like_another("expand_as", lambda input, other: input.expand(other.shape))
-_like_another("type_as", lambda input, other: input.to(other.dtype))
+_declare_like("view_as", lambda input, other: input.view(other.shape))
+_declare_like("reshape_as", lambda input, other: input.reshape(other.shape))
+_declare_like("expand_as", lambda input, other: input.expand(other.shape))
+_declare_like("type_as", lambda input, other: input.to(other.dtype))
 
 
 # ------------------------------------------------------------------------------------ permuted dims
@@ -279,21 +279,21 @@ def _expand(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
 
 
 @rule(["contiguous", "clone"])
-def _same(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
+def _describe_unchanged(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     identity(op, input)
     passes(op)
 
 
 @rule([torch.Tensor.detach, torch.detach])
 def _detach(op: OpDescription, input: Arg) -> None:
-    _same(op, input)
+    _describe_unchanged(op, input)
     op.view = True
 
 
 # ---------------------------------------------------------------------------------- split and chunk
 
 
-def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
+def _split_rule(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     """Return the rule of a function that cuts ``x`` along one dim into several results.
 
     The dim is not split, or each result is split along it in its own size.
@@ -302,12 +302,12 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     def describe(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
         if any(isinstance(a, Arg) for a in (*args, *kwargs.values())):  # the cut positions are data
             op.composite = lambda input, *args, **kwargs: getattr(input, name)(
-                *map(_number, args), **{k: _number(a) for k, a in kwargs.items()}
+                *map(_to_number, args), **{k: _to_number(a) for k, a in kwargs.items()}
             )
             return
         results = on_meta(input, name, args, kwargs)
         d = dim_of(input, *args, **kwargs)
-        runs = _runs([r.shape[d] for r in results]) if name != "unbind" else []
+        runs = _consecutive_runs([r.shape[d] for r in results]) if name != "unbind" else []
         over = bool(runs) and stays_split(input, d, runs)
         op.set(input, [None if k == d and not over else k for k in range(input.ndim)])
         one = op.dims[input.index]
@@ -324,7 +324,7 @@ def _divided(name: str, dim_of: Callable[..., int]) -> Callable[..., None]:
     return describe
 
 
-def _runs(sizes: Sequence[int]) -> list[range]:
+def _consecutive_runs(sizes: Sequence[int]) -> list[range]:
     """Return consecutive runs of these sizes."""
     ends = list(itertools.accumulate(sizes))
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
@@ -338,7 +338,7 @@ def _all_of(parts: Callable[[torch.Tensor], Any] | None) -> Callable[..., Any] |
     return None if parts is None else lambda input, *args, **kwargs: parts(input)
 
 
-def _number(value: Any) -> Any:
+def _to_number(value: Any) -> Any:
     return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
@@ -347,11 +347,11 @@ def _dim_after(x: Arg, sizes: Any = None, dim: int = 0, **kwargs: Any) -> int:
 
 
 for _name in ["split", "split_with_sizes", "chunk", "tensor_split"]:
-    rule(_name)(_divided(_name, _dim_after))
-rule("unbind")(_divided("unbind", lambda x, dim=0: x.dim(dim)))
-rule("hsplit")(_divided("hsplit", lambda x, *a, **k: 0 if x.ndim == 1 else 1))
-rule("vsplit")(_divided("vsplit", lambda x, *a, **k: 0))
-rule("dsplit")(_divided("dsplit", lambda x, *a, **k: 2))
+    rule(_name)(_split_rule(_name, _dim_after))
+rule("unbind")(_split_rule("unbind", lambda x, dim=0: x.dim(dim)))
+rule("hsplit")(_split_rule("hsplit", lambda x, *a, **k: 0 if x.ndim == 1 else 1))
+rule("vsplit")(_split_rule("vsplit", lambda x, *a, **k: 0))
+rule("dsplit")(_split_rule("dsplit", lambda x, *a, **k: 2))
 
 
 @rule("narrow")
@@ -518,7 +518,7 @@ def _strided(function: Callable[..., Any], view: bool) -> Callable[..., Any]:
 # ---------------------------------------------------------------------------------- copies of views
 
 
-def _copied(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
+def _declare_copy(name: str, view: Callable[..., Any], *, copies: bool = True) -> None:
     """Declare ``name`` as a view whose elements are copied into new tensors."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -544,19 +544,19 @@ for _name in (
     "diagonal", "narrow", "permute", "select", "split", "split_with_sizes", "squeeze", "t",
     "transpose", "unbind", "unfold", "unsqueeze", "view", "detach",
 ):  # fmt: skip
-    _copied(_name + "_copy", getattr(torch.Tensor, _name))
-_copied("alias_copy", lambda input: input)
-_copied("expand_copy", _expanded)
-_copied("slice_copy", _sliced)
+    _declare_copy(_name + "_copy", getattr(torch.Tensor, _name))
+_declare_copy("alias_copy", lambda input: input)
+_declare_copy("expand_copy", _expanded)
+_declare_copy("slice_copy", _sliced)
 for _name in ("view_as_real", "view_as_complex"):
-    _copied(_name + "_copy", getattr(torch, _name))
+    _declare_copy(_name + "_copy", getattr(torch, _name))
 # By torch's contract, callers do not write into the results of these functions.
 for _name in (
     "chunk",
     "split",
     "split_with_sizes",
 ):
-    _copied("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
+    _declare_copy("unsafe_" + _name, getattr(torch.Tensor, _name), copies=False)
 rule([torch.ops.aten.slice.Tensor])(lambda op, *args, **kwargs: op.compose(_sliced))
 
 

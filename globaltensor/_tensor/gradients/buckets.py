@@ -73,9 +73,9 @@ class Buckets(Generic[T]):
             self.missing[where] -= 1
         elif times == planned + 1:
             self.missing[where] += 1
-        return self._ready()
+        return self._pop_ready()
 
-    def again(self, number: int) -> None:
+    def add_again(self, number: int) -> None:
         """Count one more arrival that is in the item already, if there is an item."""
         if number not in self.seen:
             return
@@ -94,11 +94,11 @@ class Buckets(Generic[T]):
         self.missing[where] = 0
         if where == self.sent:
             self.sent += 1
-            return [[items[n] for n in self.plan[where]], *self._ready()]
+            return [[items[n] for n in self.plan[where]], *self._pop_ready()]
         self.items.update(items)
-        return self._ready()
+        return self._pop_ready()
 
-    def _ready(self) -> list[list[T]]:
+    def _pop_ready(self) -> list[list[T]]:
         ready = []
         while self.sent < len(self.plan) and not self.missing[self.sent]:
             ready.append([self.items.pop(n) for n in self.plan[self.sent]])

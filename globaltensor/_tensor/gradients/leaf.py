@@ -41,7 +41,7 @@ class LeafGradient:
         self.reduce_dtype = leaf._reduce_dtype
         self.owner = weakref.ref(leaf)
         self.value: torch.Tensor | None = None
-        # See `keep`.
+        # See `set_storage`.
         self.bucketed, self.ranks, self.way, self.grad_spec = (
             False,
             (),
@@ -59,10 +59,10 @@ class LeafGradient:
         self.hooks: OrderedDict[int, Callable[[GlobalTensor], None]] = leaf.__dict__.setdefault(
             "_accumulated", OrderedDict()
         )
-        self.keep(leaf._grad_shard)
+        self.set_storage(leaf._grad_shard)
         reducer().leaves[number] = self
         weakref.finalize(self, reducer().flats.drop, [number]).atexit = False
-        self.handle = self.local.register_post_accumulate_grad_hook(self.arrived)
+        self.handle = self.local.register_post_accumulate_grad_hook(self.on_grad)
 
     @property
     def local(self) -> torch.Tensor:
@@ -70,7 +70,7 @@ class LeafGradient:
         assert found is not None, "the leaf is there, or a pass that needs it"
         return found
 
-    def keep(self, shares: StorageSpec | None) -> None:
+    def set_storage(self, shares: StorageSpec | None) -> None:
         """Set the layout of ``value``: ``shares``, or the leaf's own if that is None."""
         self._sizes.clear()
         self.planned = None
@@ -121,7 +121,7 @@ class LeafGradient:
         self.reduce_dtype, self.planned = dtype, None
         self._sizes.clear()
 
-    def arrived(self, local: torch.Tensor) -> None:
+    def on_grad(self, local: torch.Tensor) -> None:
         """Handle a contribution that torch has put into the local tensor's ``.grad``."""
         planned = self.planned
         if planned is not None and planned.ready and self.number not in planned.came:
@@ -150,7 +150,7 @@ class LeafGradient:
         grad, local.grad = local.grad, None
         return grad
 
-    def put(self, grad: torch.Tensor) -> None:
+    def accumulate(self, grad: torch.Tensor) -> None:
         """Add a reduced gradient, in place where torch would."""
         # torch copies a gradient with a graph, too: a view cannot be detached in place.
         if self.value is None:
@@ -160,7 +160,7 @@ class LeafGradient:
         else:
             self.value.add_(grad)
 
-    def settle(self) -> torch.Tensor | None:
+    def flush(self) -> torch.Tensor | None:
         """Return the reduced gradient of all arrivals so far.
 
         It is collective where something is pending.
@@ -169,7 +169,7 @@ class LeafGradient:
             grad = self.take()
             if grad.layout is not torch.strided:  # type: ignore[union-attr]
                 grad = grad.to_dense()  # type: ignore[union-attr]
-            self.put(
+            self.accumulate(
                 reduce_gradient(
                     grad, self.dual, self.grad_spec, self.reduce_dtype, "gradient of a leaf"
                 ).contiguous()

@@ -75,7 +75,7 @@ class GatheredParam(NamedTuple):
     version: int
     storage: torch_private.StorageWeakRef
 
-    def gone(self) -> bool:
+    def is_freed(self) -> bool:
         return bool(self.storage.expired())
 
 
@@ -92,7 +92,7 @@ class Gathering(NamedTuple):
     dst: Spec
 
     @property
-    def way(self) -> tuple[Any, ...]:
+    def group_key(self) -> tuple[Any, ...]:
         """The key that parameters must share to be gathered together."""
         return self.src.placement, gather_axes(self.src, self.dst), self.src.dtype
 
@@ -117,14 +117,14 @@ class PrefetchOrder:
         # any.
         self.largest = self.before = 0
 
-    def used(self, one: Gathering) -> None:
+    def record_use(self, one: Gathering) -> None:
         """Record that this parameter is used next."""
         if len(self.next) >= MAX_EXPECTED:
             self.next.clear()
         self.next[self.recent] = one, self.passes
         self.recent = (self.recent[1], one.number)
 
-    def most(self, freed: bool) -> int:
+    def max_bucket_bytes(self, freed: bool) -> int:
         """Return the maximum bytes of a bucket."""
         return (
             min(max(self.largest, self.before, MIN_BATCH_BYTES), BUCKET_BYTES)
@@ -132,7 +132,7 @@ class PrefetchOrder:
             else BUCKET_BYTES
         )
 
-    def again(self) -> None:
+    def start_pass(self) -> None:
         """Start a new pass, whose order begins where this one's began."""
         self.recent = (0, 0)
         self.before, self.largest = self.largest or self.before, 0
@@ -171,7 +171,7 @@ class GatherState:
         if gather_number is None:
             self.last += 1
             gather_number = leaf.__dict__["_gathered_number"] = self.last
-            weakref.finalize(leaf, _let_go, weakref.ref(self), gather_number).atexit = False
+            weakref.finalize(leaf, _forget_leaf, weakref.ref(self), gather_number).atexit = False
         return gather_number
 
     def let_go(self, number: int) -> None:
@@ -194,7 +194,7 @@ class GatherState:
         return found
 
 
-def _let_go(state: weakref.ref[GatherState], number: int) -> None:
+def _forget_leaf(state: weakref.ref[GatherState], number: int) -> None:
     if (found := state()) is not None:
         found.let_go(number)
 
@@ -208,10 +208,10 @@ def reset_prefetch() -> None:
     state = _state()
     state.ready.clear()
     for placement, order in list(state.orders.items()):
-        order.again()
+        order.start_pass()
         if not order.next:
             del state.orders[placement]
-    _forget_gone(state)
+    _drop_freed(state)
 
 
 def relearn() -> None:
@@ -282,7 +282,7 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
         log.record_boxing(plan_boxing(src, dst), why)
     elif log.forbidden():
         log.check(plan_boxing(src, dst), why)
-    whole = _whole(state, leaf, src, dst, bool(state.freed), why)
+    whole = _gather_for_use(state, leaf, src, dst, bool(state.freed), why)
     if not (local.requires_grad and torch.is_grad_enabled()):
         out = whole
     else:
@@ -303,7 +303,7 @@ def gather_param(leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Te
     return out
 
 
-def _whole(
+def _gather_for_use(
     state: GatherState, leaf: GlobalTensor, src: Spec, dst: Spec, freed: bool, why: str
 ) -> torch.Tensor:
     """Return the gathered tensor for the next use of a parameter, in the op ``why``."""
@@ -312,54 +312,54 @@ def _whole(
         state.order(src.placement),
         Gathering(weakref.ref(leaf), state.number(leaf), src, dst),
     )
-    order.used(one)
+    order.record_use(one)
     gathered = state.ready.pop(one.key, None)
     if gathered is None or gathered[1] is not local or gathered[2] != local._version:
-        order.largest = max(order.largest, _bytes(dst))
+        order.largest = max(order.largest, _max_local_bytes(dst))
         with torch_private.unobserved():
-            batch = _batch(state, one, order.most(freed), freed)
-            with _named_gather(batch, why):
+            batch = _next_batch(state, one, order.max_bucket_bytes(freed), freed)
+            with _log_gather(batch, why):
                 _gather(state, batch, local.device)
         gathered = state.ready.pop(one.key)
     assert gathered is not None, "it is an argument of the call"
     return gathered[0]
 
 
-def _bytes(spec: Spec) -> int:
+def _max_local_bytes(spec: Spec) -> int:
     """Return the bytes of the largest local tensor."""
     return spec.local_numel() * spec.dtype.itemsize
 
 
-def _alone(spec: Spec) -> bool:
+def _is_gathered_alone(spec: Spec) -> bool:
     """Return True if a gathered parameter is gathered alone, as its gradient is reduced alone."""
-    return spec.placement.type == "cpu" and _bytes(spec) >= ALONE_BYTES
+    return spec.placement.type == "cpu" and _max_local_bytes(spec) >= ALONE_BYTES
 
 
-def _batch(state: GatherState, one: Gathering, most: int, exact: bool) -> list[Gathering]:
+def _next_batch(state: GatherState, one: Gathering, most: int, exact: bool) -> list[Gathering]:
     """Return this use and the expected next ones of the same group, up to ``most`` bytes.
 
     If not ``exact``, the last one may exceed it.
     """
-    batch, total, order = [one], _bytes(one.dst), state.order(one.src.placement)
-    if _alone(one.dst):
+    batch, total, order = [one], _max_local_bytes(one.dst), state.order(one.src.placement)
+    if _is_gathered_alone(one.dst):
         return batch
-    at, way = order.recent, one.way
+    at, way = order.recent, one.group_key
     seen = {one.key}
     while total < most and at in order.next:
         other = order.next[at][0]
-        if other.key in seen or other.way != way or _laid_otherwise(other):
+        if other.key in seen or other.group_key != way or _layout_changed(other):
             break
-        if not _alone(other.dst) and not _is_ready(state, other):
-            if exact and total + _bytes(other.dst) > most:
+        if not _is_gathered_alone(other.dst) and not _is_ready(state, other):
+            if exact and total + _max_local_bytes(other.dst) > most:
                 break
             batch.append(other)
-            total += _bytes(other.dst)
+            total += _max_local_bytes(other.dst)
         seen.add(other.key)
         at = (at[1], other.number)
     return batch
 
 
-def _laid_otherwise(one: Gathering) -> bool:
+def _layout_changed(one: Gathering) -> bool:
     leaf = one.leaf()
     return leaf is not None and leaf._spec is not one.src
 
@@ -374,7 +374,7 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
     )
 
 
-def _named_gather(batch: Sequence[Gathering], why: str) -> contextlib.AbstractContextManager[Any]:
+def _log_gather(batch: Sequence[Gathering], why: str) -> contextlib.AbstractContextManager[Any]:
     """Return the block that logs a gather: of one parameter, or of the following ones too.
 
     In a dry world `gather_param` has logged it.
@@ -400,7 +400,7 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
         else local.detach().reshape(-1)
         for one, local in zip(batch, locals_, strict=True)
     ]
-    if len(batch) == 1 and _in_rows(first.src, first.dst, ranks, rank):
+    if len(batch) == 1 and _concatenates_to_full(first.src, first.dst, ranks, rank):
         world().comm(ranks).all_gather_into(flat[0], numels, wholes[0].view(-1))
     else:
         parts = (
@@ -412,7 +412,7 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
         for one, whole in zip(batch, wholes, strict=True):
             for i, r in enumerate(ranks):
                 n = math.prod(shape := one.src.box(r)[1])
-                _piece(whole, one.src, one.dst, r, rank).copy_(
+                _gradient_piece(whole, one.src, one.dst, r, rank).copy_(
                     parts[i][at[i] : at[i] + n].view(shape)
                 )
                 at[i] += n
@@ -420,7 +420,7 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
         state.ready[one.key] = None if local is None else (whole, local, local._version)
 
 
-def _in_rows(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
+def _concatenates_to_full(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:
     """Return True if these ranks' local tensors, concatenated, are the full tensor in memory."""
     begin, whole = dst.box(rank)
     at = begin[0] if whole else 0
@@ -461,7 +461,7 @@ class _GatheredParameter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        if _state().immediate or torch.is_grad_enabled() or _watched(ctx.leaf):
+        if _state().immediate or torch.is_grad_enabled() or _gradient_is_watched(ctx.leaf):
             dual, mine = ctx.dst.dual(), ctx.src.dual()
             return (
                 reduce_gradient(
@@ -475,7 +475,7 @@ class _GatheredParameter(torch.autograd.Function):
         return None, None, None, None
 
 
-def _watched(leaf: GlobalTensor) -> bool:
+def _gradient_is_watched(leaf: GlobalTensor) -> bool:
     """Return True if user code may see this leaf's gradient before it is complete."""
     return bool(leaf._local._backward_hooks) or bool(leaf.__dict__.get("_accumulated"))
 
@@ -496,7 +496,7 @@ def queue_reduce_scatter(
     kind = dtype_of_sum(grad, leaf._reduce_dtype)
     key: tuple[Any, ...] = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
     if not freed:
-        if _alone(dst):
+        if _is_gathered_alone(dst):
             key = (*key, state.number(leaf))
             state.scatters.limits[key] = 1
         for bucket in state.scatters.add(
@@ -508,7 +508,7 @@ def queue_reduce_scatter(
     # their gradients come in the same order too.
     waiting = state.waiting.setdefault(key, [])
     waiting.append((leaf, dst, grad))
-    if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).most(True):
+    if sum(w.nbytes for _, w, _ in waiting) >= state.order(src.placement).max_bucket_bytes(True):
         _send(state, state.waiting.pop(key))
 
 
@@ -535,7 +535,9 @@ def _send(state: GatherState, items: list[Waiting]) -> None:
     where, rank = leaf._spec.placement, world().rank
     ranks = where.fiber(rank, gather_axes(leaf._spec, dst))
     pieces = [
-        _piece(grad, leaf._spec, whole, r, rank) for r in ranks for leaf, whole, grad in items
+        _gradient_piece(grad, leaf._spec, whole, r, rank)
+        for r in ranks
+        for leaf, whole, grad in items
     ]
     kind, sizes = dtype_of_sum(first, leaf._reduce_dtype), [p.numel() for p in pieces]
     in_rows = all(p.is_contiguous() for p in pieces)
@@ -580,7 +582,7 @@ def _receive(state: GatherState) -> None:
         state.arrived.append(leaf)
 
 
-def _piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch.Tensor:
+def _gradient_piece(grad: torch.Tensor, src: Spec, dst: Spec, r: int, rank: int) -> torch.Tensor:
     """Return the piece of a gathered parameter's gradient that belongs to rank ``r``."""
     offsets = dst.box(rank)[0]
     begin, shape = src.box(r)
@@ -613,27 +615,29 @@ def reshard_after_forward() -> Iterator[None]:
     state = _state()
     state.freed += 1
     try:
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: _noted(state, t), _recalled):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: _pack_saved(state, t), _unpack_saved
+        ):
             yield
     finally:
         state.freed -= 1
-        _forget_gone(state)
+        _drop_freed(state)
 
 
 def _remember(state: GatherState, use: GatheredParam) -> None:
     """Register a gathered parameter, to recognize it when autograd saves it."""
     if len(state.alive) > MAX_ALIVE:
-        _forget_gone(state)
+        _drop_freed(state)
     state.alive[use.storage.cdata] = use
 
 
-def _forget_gone(state: GatherState) -> None:
+def _drop_freed(state: GatherState) -> None:
     if state.alive:
-        for key in [k for k, use in state.alive.items() if use.gone()]:
+        for key in [k for k, use in state.alive.items() if use.is_freed()]:
             del state.alive[key]
 
 
-class _Note(NamedTuple):
+class _SavedGather(NamedTuple):
     """A note that autograd saves instead of a gathered parameter.
 
     It names the parameter, and the tensor's view of its memory.
@@ -648,9 +652,9 @@ class _Note(NamedTuple):
     offset: int
 
 
-def _noted(state: GatherState, t: torch.Tensor) -> Any:
+def _pack_saved(state: GatherState, t: torch.Tensor) -> Any:
     use = state.alive.get(torch_private.storage_key(t))
-    leaf, local = (None, None) if use is None or use.gone() else (use.leaf(), use.local())
+    leaf, local = (None, None) if use is None or use.is_freed() else (use.leaf(), use.local())
     if (
         use is None
         or leaf is None
@@ -660,25 +664,25 @@ def _noted(state: GatherState, t: torch.Tensor) -> Any:
         or t.is_neg()
     ):
         return t, t._version  # torch checks the version only where there are no hooks
-    return _Note(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
+    return _SavedGather(leaf, use.dst, local, use.version, t.size(), t.stride(), t.storage_offset())
 
 
-def _recalled(saved: Any) -> torch.Tensor:
-    if not isinstance(saved, _Note):
+def _unpack_saved(saved: Any) -> torch.Tensor:
+    if not isinstance(saved, _SavedGather):
         t, version = saved
         if t._version != version:
-            raise _changed(t, version)
+            raise _version_error(t, version)
         return t  # type: ignore[no-any-return]
     leaf = saved.leaf
     if leaf._local is not saved.local or saved.local._version != saved.version:
-        raise _changed(leaf, saved.version)
+        raise _version_error(leaf, saved.version)
     with torch.no_grad():
-        return _whole(_state(), leaf, leaf._spec, saved.dst, True, RECALLED).as_strided(
+        return _gather_for_use(_state(), leaf, leaf._spec, saved.dst, True, RECALLED).as_strided(
             saved.size, saved.stride, saved.offset
         )
 
 
-def _changed(t: torch.Tensor, version: int) -> RuntimeError:
+def _version_error(t: torch.Tensor, version: int) -> RuntimeError:
     return RuntimeError(
         f"one of the variables needed for gradient computation has been modified by an inplace "
         f"operation: a tensor of shape {list(t.shape)} is at version "

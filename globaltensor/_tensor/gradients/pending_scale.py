@@ -21,7 +21,7 @@ class PendingScale(Protocol):
     Computing it takes one reduction over all ranks (_ops/rules/deferred_mean.py).
     """
 
-    riding: bool  # True if it is sent together with gradients
+    attached: bool  # True if it is sent together with gradients
 
     def factor(self) -> float:
         """Return the factor.
@@ -32,7 +32,7 @@ class PendingScale(Protocol):
     def start(self) -> None:
         """Start the reduction over the ranks. Collective, once."""
 
-    def rider(
+    def payload(
         self, placement: Placement, axes: tuple[int, ...], dtype: torch.dtype
     ) -> torch.Tensor | None:
         """Return a 0-dim tensor to be summed with the first gradients that are sent.
@@ -40,5 +40,5 @@ class PendingScale(Protocol):
         Return None where the factor is sent in another way.
         """
 
-    def ride(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
-        """Note that the rider was sent: after ``wait()``, ``cell`` (one element) holds its sum."""
+    def attach(self, wait: Callable[[], None], cell: torch.Tensor) -> None:
+        """Note that the payload was sent: after ``wait()``, ``cell`` (1 element) holds its sum."""

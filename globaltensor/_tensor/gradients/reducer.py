@@ -256,21 +256,21 @@ class Reducer:
             self.at_end()
         planned = leaf.planned
         if planned is None or not planned.open:
-            self._take(leaf, leaf.take())
+            self._add_to_bucket(leaf, leaf.take())
             return
         came = planned.came
         if leaf.number in came:
-            self._part(planned)
+            self._dissolve_bucket(planned)
             if leaf.number not in planned.placed:
-                self.buckets.again(leaf.number)  # it is added to the same tensor
+                self.buckets.add_again(leaf.number)  # it is added to the same tensor
             return
         came[leaf.number] = leaf
         if planned.roomy and planned.fits([leaf.local.grad]):
-            self._place(planned, leaf)
+            self._copy_into_buffer(planned, leaf)
         if len(came) == len(planned.numbers):
             self.join(planned)
 
-    def _place(self, planned: PlannedBucket, leaf: LeafGradient) -> None:
+    def _copy_into_buffer(self, planned: PlannedBucket, leaf: LeafGradient) -> None:
         """Copy a gradient into the buffer in which it will be summed."""
         if planned.row is None:
             leaves = [
@@ -301,16 +301,16 @@ class Reducer:
                 self.send(bucket)
         else:
             for leaf, grad in items.values():
-                self._take(leaf, grad)
+                self._add_to_bucket(leaf, grad)
 
-    def _part(self, planned: PlannedBucket) -> None:
+    def _dissolve_bucket(self, planned: PlannedBucket) -> None:
         """Handle the gradients of a bucket one by one: in this pass the bucket is another."""
         planned.open = planned.ready = False
         for n, leaf in planned.came.items():
-            self._take(leaf, planned.placed.get(n))
-            self._take(leaf, leaf.take())
+            self._add_to_bucket(leaf, planned.placed.get(n))
+            self._add_to_bucket(leaf, leaf.take())
 
-    def _form(self) -> None:
+    def _form_buckets(self) -> None:
         """Set the buckets to wait for, after a plan was made."""
         for leaf in self.leaves.values():
             leaf.planned = None
@@ -326,7 +326,7 @@ class Reducer:
                 if leaf is not None:
                     leaf.planned = planned
 
-    def _take(self, leaf: LeafGradient, grad: torch.Tensor | None) -> None:
+    def _add_to_bucket(self, leaf: LeafGradient, grad: torch.Tensor | None) -> None:
         if grad is None:
             return
         if not leaf.bucketed or grad.requires_grad or grad.layout is not torch.strided:
@@ -345,7 +345,7 @@ class Reducer:
             {n: (1, *size) for n, size in sizes.items()},
             {key: limit for _, key in sizes.values() if key[0][2]},
         )
-        self._form()
+        self._form_buckets()
 
     def scatter(self, bucket: list[tuple[LeafGradient, torch.Tensor]]) -> None:
         """Reduce-scatter a bucket of gradients: each rank gets its shards of their sums."""
@@ -385,7 +385,7 @@ class Reducer:
         )
         for leaf in leaves:
             n = math.prod(leaf.part)
-            leaf.put(value[at : at + n].view(leaf.part).to(dtype))
+            leaf.accumulate(value[at : at + n].view(leaf.part).to(dtype))
             at += n
             self.finished.append(leaf)
 
@@ -393,19 +393,19 @@ class Reducer:
         if isinstance(bucket[0][0].grad_spec, StorageSpec):
             return self.scatter(bucket)
         way, kind = bucket[0][0].way, dtype_of_sum(bucket[0][1], bucket[0][0].reduce_dtype)
-        rider = self.owed.rider(way[0], way[1], kind) if self.owed is not None else None
+        payload = self.owed.payload(way[0], way[1], kind) if self.owed is not None else None
         planned = self.planned.get(self.buckets.bucket.get(bucket[0][0].number, -1))
         grads: Sequence[torch.Tensor] = [g for _, g in bucket]
         row = planned.row if planned is not None else None
         if row is None or list(map(id, grads)) != list(map(id, row.parts)):
             row = self.flats.take([leaf.number for leaf, _ in bucket], grads, kind, grads[0].device)
             torch_private.copy_all(row.parts, grads)
-        flat = row.flat if rider is not None else row.flat[:-1]
-        if rider is not None:
-            flat[-1].copy_(rider)
+        flat = row.flat if payload is not None else row.flat[:-1]
+        if payload is not None:
+            flat[-1].copy_(payload)
         # A rank that computes the factor alone applies it before the sum. Whether a factor is
         # pending is then this rank's own matter.
-        later = rider is not None or (self.owed is not None and self.owed.riding)
+        later = payload is not None or (self.owed is not None and self.owed.attached)
         if not later and (factor := self.factor()) != 1:
             flat *= factor
         with log.exchanges("gradients: {} summed in one bucket", len(bucket)):
@@ -414,8 +414,8 @@ class Reducer:
                 if flat.numel()
                 else None
             )
-        if rider is not None and self.owed is not None and handle is not None:
-            self.owed.ride(handle.wait, flat[-1:])
+        if payload is not None and self.owed is not None and handle is not None:
+            self.owed.attach(handle.wait, flat[-1:])
             flat = flat[:-1]
         self.sent.append((bucket, flat, row.parts, handle, later))
         return None
@@ -442,12 +442,12 @@ class Reducer:
                 before()
             for planned in self.planned.values():
                 if planned.open and planned.came:
-                    self._part(planned)
+                    self._dissolve_bucket(planned)
             plan = self.buckets.planned
             for rest in self.buckets.finish():
                 self.send(rest)
             if self.buckets.planned is not plan:
-                self._form()
+                self._form_buckets()
             while self.under_way:
                 self.receive()
             for bucket, flat, parts, handle, later in self.sent:
@@ -457,13 +457,13 @@ class Reducer:
                     flat *= factor
                 same = flat.dtype is bucket[0][1].dtype
                 for (leaf, grad), part in zip(bucket, parts, strict=True):
-                    leaf.put(part if same and grad.is_contiguous() else grad.copy_(part))
+                    leaf.accumulate(part if same and grad.is_contiguous() else grad.copy_(part))
                     self.finished.append(leaf)
             for leaf, grad in sorted(self.alone, key=lambda entry: entry[0].number):
                 with torch.set_grad_enabled(grad.requires_grad):
                     grad = grad if grad.layout is torch.strided else grad.to_dense()
                     grad = grad * factor if (factor := self.factor()) != 1 else grad
-                    leaf.put(
+                    leaf.accumulate(
                         reduce_gradient(
                             grad, leaf.dual, leaf.grad_spec, leaf.reduce_dtype, "gradient of a leaf"
                         )

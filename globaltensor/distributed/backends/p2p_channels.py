@@ -22,7 +22,7 @@ __all__ = ["MessageChannel", "NativeChannel", "SharedChannel"]
 _TAG = 7003
 
 
-class _Message(Message):
+class _WorkMessage(Message):
     """A work of torch, waited for at most once, with the memory that it needs until it is over."""
 
     def __init__(self, channel: Channel, work: dist.Work, buffer: Tensor) -> None:
@@ -40,17 +40,17 @@ class _Message(Message):
         except WorldError:
             raise
         except RuntimeError as error:
-            raise _broken(self._channel, error) from error
+            raise _message_error(self._channel, error) from error
         self._work = None
 
 
-class _Watched(Message):
+class _BackgroundSend(Message):
     """A send that a thread waits for.
 
     Gloo cannot report whether a send has finished; it can only wait for it.
     """
 
-    def __init__(self, message: _Message, thread: Background) -> None:
+    def __init__(self, message: _WorkMessage, thread: Background) -> None:
         self._job = thread.submit(message.wait)
 
     def over(self) -> bool:
@@ -60,10 +60,10 @@ class _Watched(Message):
         self._job.wait()
 
 
-class _Landing(Message):
+class _StagedReceive(Message):
     """A receive into host memory, then copied to a device that has no backend of its own."""
 
-    def __init__(self, message: _Message, host: Tensor, data: Tensor) -> None:
+    def __init__(self, message: _WorkMessage, host: Tensor, data: Tensor) -> None:
         self._message, self._host, self._data = message, host, data
 
     def over(self) -> bool:
@@ -77,7 +77,7 @@ class _Landing(Message):
         self._data.copy_(self._host)
 
 
-def _broken(channel: Channel, error: Exception) -> WorldError:
+def _message_error(channel: Channel, error: Exception) -> WorldError:
     rank = channel.world.rank
     way = f"to rank {channel.target}" if rank == channel.source else f"from rank {channel.source}"
     return WorldError(
@@ -109,27 +109,27 @@ class MessageChannel(Channel):
     def _send(self, data: Tensor) -> Message:
         send_buffer = data if self._mpi else data.cpu()
         try:
-            message = _Message(
+            message = _WorkMessage(
                 self, self._carrier.send([send_buffer], self.target, _TAG), send_buffer
             )
         except RuntimeError as error:
-            raise _broken(self, error) from error
+            raise _message_error(self, error) from error
         if self._mpi:
             return message
         if self._thread is None:
             self._thread = Background()
-        return _Watched(message, self._thread)
+        return _BackgroundSend(message, self._thread)
 
     def _receive(self, data: Tensor) -> Message:
         straight = self._mpi or data.device.type == "cpu"
         recv_buffer = data if straight else torch.empty(data.shape, dtype=data.dtype)
         try:
-            message = _Message(
+            message = _WorkMessage(
                 self, self._carrier.recv([recv_buffer], self.source, _TAG), recv_buffer
             )
         except RuntimeError as error:
-            raise _broken(self, error) from error
-        return message if straight else _Landing(message, recv_buffer, data)
+            raise _message_error(self, error) from error
+        return message if straight else _StagedReceive(message, recv_buffer, data)
 
     def close(self) -> None:
         if self._thread is not None:
@@ -145,31 +145,31 @@ class SharedChannel(MessageChannel):
 
     def __init__(self, world: ProcessWorld, source: int, target: int, device: torch.device) -> None:
         super().__init__(world, source, target, device)
-        self._near: SharedMemoryPeers | None = None
+        self._peers: SharedMemoryPeers | None = None
         self._topic, self._number = stable_hash(("channel", source, target, device.type)), 0
 
     def connect(self) -> None:
         both = self.world.comm((min(self.source, self.target), max(self.source, self.target)))
-        self._near = both.near(torch.device("cpu"))
+        self._peers = both.peers(torch.device("cpu"))
 
     def _send(self, data: Tensor) -> Message:
-        if self._near is None:
+        if self._peers is None:
             return super()._send(data)
         self._number += 1
         try:
-            self._near.leave(self._topic, self._number, [(data, (self.target,))])
+            self._peers.publish(self._topic, self._number, [(data, (self.target,))])
         except PeerLost as error:
-            raise _broken(self, error) from error
-        return _Left()
+            raise _message_error(self, error) from error
+        return _PublishedMessage()
 
     def _receive(self, data: Tensor) -> Message:
-        if self._near is None:
+        if self._peers is None:
             return super()._receive(data)
         self._number += 1
-        return _Awaited(self, self._near, self._topic, self._number, data)
+        return _SharedReceive(self, self._peers, self._topic, self._number, data)
 
 
-class _Left(Message):
+class _PublishedMessage(Message):
     """A message that is already in the memory where its receiver reads it."""
 
     def over(self) -> bool:
@@ -179,13 +179,13 @@ class _Left(Message):
         return None
 
 
-class _Awaited(Message):
+class _SharedReceive(Message):
     """A message that its sender will publish in shared memory."""
 
     def __init__(
         self, channel: Channel, near: SharedMemoryPeers, topic: int, number: int, data: Tensor
     ) -> None:
-        self._channel, self._near, self._name, self._data = (
+        self._channel, self._peers, self._name, self._data = (
             channel,
             near,
             (channel.source, topic, number),
@@ -195,16 +195,16 @@ class _Awaited(Message):
         self._part: SharedBlock | None = None  # a block that has arrived and is not yet copied
 
     def over(self) -> bool:
-        return not self._waits or self._near.has_arrived(*self._name)
+        return not self._waits or self._peers.has_arrived(*self._name)
 
     def arrive(self) -> None:
         if self._waits:
             self._waits = False
             try:
                 patience = self._channel.world.patience  # type: ignore[attr-defined]
-                self._part = self._near.find(*self._name, self._data.numel(), patience)
+                self._part = self._peers.read(*self._name, self._data.numel(), patience)
             except PeerLost as error:
-                raise _broken(self._channel, error) from error
+                raise _message_error(self._channel, error) from error
 
     def wait(self) -> None:
         self.arrive()
@@ -215,7 +215,7 @@ class _Awaited(Message):
 
     def __del__(self) -> None:
         if self._waits:
-            self._near.forget(*self._name)
+            self._peers.forget(*self._name)
         elif self._part is not None:
             self._part.done()
 
@@ -244,15 +244,15 @@ class NativeChannel(Channel):
             (self._send if self.world.rank == self.source else self._receive)(mark).wait()
             self._connected = True
 
-    def _start(self, kind: object, data: Tensor, peer: int) -> _Message:
+    def _start(self, kind: object, data: Tensor, peer: int) -> _WorkMessage:
         try:
             works = dist.batch_isend_irecv([dist.P2POp(kind, data, peer, self._group)])  # type: ignore[arg-type]
         except RuntimeError as error:
-            raise _broken(self, error) from error
-        return _Message(self, works[0], data)
+            raise _message_error(self, error) from error
+        return _WorkMessage(self, works[0], data)
 
-    def _send(self, data: Tensor) -> _Message:
+    def _send(self, data: Tensor) -> _WorkMessage:
         return self._start(dist.isend, data, self.target)
 
-    def _receive(self, data: Tensor) -> _Message:
+    def _receive(self, data: Tensor) -> _WorkMessage:
         return self._start(dist.irecv, data, self.source)

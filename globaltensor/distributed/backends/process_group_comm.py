@@ -255,7 +255,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         ``joined_out`` is the memory of all ``outs``, one after the other, or None.
         """
         source, target = (
-            _joined(sends),
+            _cat_flat(sends),
             outs[0].new_empty(sum(o.numel() for o in outs)) if joined_out is None else joined_out,
         )
         size, sent, received = (
@@ -281,7 +281,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         except RuntimeError as error:
             raise self.broken("an all-to-all", error) from error
 
-    def _pair(self, send: Tensor, recv: Tensor) -> None:
+    def _swap_pair(self, send: Tensor, recv: Tensor) -> None:
         """Swap flat tensors between two ranks."""
         group = self.group
         own_index = group.rank()
@@ -289,7 +289,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         sent[1 - own_index], received[1 - own_index] = send.nbytes, recv.nbytes
         self._all_to_all_bytes(as_bytes(recv), as_bytes(send), received, sent)
 
-    def _dense(self, some: Tensor, longest: int | None) -> bool:
+    def _fits_all_to_all(self, some: Tensor, longest: int | None) -> bool:
         """Return True if an all-to-all can carry this: on the CPU, and not too long to be counted.
 
         ``longest`` is the same on every rank, so the answer is the same too.
@@ -305,11 +305,11 @@ class ProcessGroupCommunicator(P2PCommunicator):
         self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None
     ) -> list[Tensor]:
         own = sends[self.index]
-        if not self._dense(own, longest):
+        if not self._fits_all_to_all(own, longest):
             return super()._all_to_all_parts(sends, numels, longest)
         if self.size == 2:
             other = torch.empty(numels[1 - self.index], dtype=own.dtype)
-            self._pair(sends[1 - self.index], other)
+            self._swap_pair(sends[1 - self.index], other)
             return [own, other] if self.index == 0 else [other, own]
         order = self._order
         out = torch.empty(sum(numels), dtype=own.dtype)
@@ -320,11 +320,11 @@ class ProcessGroupCommunicator(P2PCommunicator):
     def _all_to_all(
         self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None
     ) -> None:
-        if not self._dense(out, longest):
+        if not self._fits_all_to_all(out, longest):
             super()._all_to_all(sends, numels, out, longest)
         elif self.size == 2:
             slots = out.split_with_sizes(list(numels))
-            self._pair(sends[1 - self.index], slots[1 - self.index])
+            self._swap_pair(sends[1 - self.index], slots[1 - self.index])
             slots[self.index].copy_(sends[self.index])
         else:
             slots = out.split_with_sizes(list(numels))
@@ -396,7 +396,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             return super()._reduce_scatter(sends, op)
         group, order, out = self.group, self._order, torch.empty_like(own_chunk)
         if not self._mpi and len({s.numel() for s in sends}) == 1:
-            _scatter_evenly(out, _joined([sends[i] for i in order]), _OPS[op], group=group)
+            _scatter_evenly(out, _cat_flat([sends[i] for i in order]), _OPS[op], group=group)
         else:
             dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
@@ -410,14 +410,14 @@ class ProcessGroupCommunicator(P2PCommunicator):
                 out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True
             )
             return ReduceScatterHandle(_Work(self, work), lambda: out)
-        if not self._dense(own_chunk, max(self.size * max(numels), sum(numels))):
+        if not self._fits_all_to_all(own_chunk, max(self.size * max(numels), sum(numels))):
             return super()._reduce_scatter_async(sends, op)
         # All other ranks' chunks for this rank. The own chunk stays where it is. The chunks are
         # added once they have arrived.
         size, n = own_chunk.itemsize, own_chunk.numel()
         others = [i for i in order if i != self.index]
         source, target = (
-            _joined([sends[i] for i in others]),
+            _cat_flat([sends[i] for i in others]),
             torch.empty(n * (self.size - 1), dtype=own_chunk.dtype),
         )
         received, sent = (
@@ -453,7 +453,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             and flat.is_cpu
             and not self._mpi
         ):
-            return self._tell_all(flat, op)
+            return self._all_reduce_numbers(flat, op)
         if flat.dtype in _NATIVE_REDUCES or self._mpi:
             # Gloo's own all-reduce is used too: its threads work without Python's lock, which a
             # running backward pass needs. The call is made on the group itself, because the work of
@@ -468,7 +468,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             lambda: lane._all_reduce_in_place(flat.detach().view(-1), op)
         )
 
-    def _tell_all(self, flat: Tensor, op: str) -> Handle:
+    def _all_reduce_numbers(self, flat: Tensor, op: str) -> Handle:
         """Reduce few numbers over all ranks in place.
 
         Each rank sends its numbers to every other rank and adds locally.
@@ -485,7 +485,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return _PendingNumbers(self, work, flat, parts, op)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _cat_flat(parts: Sequence[Tensor]) -> Tensor:
     """Return flat tensors one after the other, without a copy if they already have that layout."""
     at, first = parts[0].data_ptr(), parts[0]
     for part in parts:

@@ -148,11 +148,11 @@ class _Arena:
             lent.rotate(-1)
             if lent[-1].idle:
                 return lent[-1]
-        block = self._more(size)
+        block = self._append_block(size)
         lent.append(block)
         return block
 
-    def _more(self, size: int) -> _Block:
+    def _append_block(self, size: int) -> _Block:
         if self._used + size > self.files[-1][1]:
             self._open(max(_FILE, size))
         block = _Block(len(self.files) - 1, self.files[-1][2], self._used, size)
@@ -243,25 +243,25 @@ class SharedMemoryPeers:
                 if rank < self.rank and rank not in self._peers:
                     peer = self._peers[rank] = _Peer()
                     for purpose in (_NOTES, _FILES):
-                        self._keep(peer, purpose, self._call(name, purpose, rank))
+                        self._keep_socket(peer, purpose, self._connect_socket(name, purpose, rank))
             end = time.monotonic() + seconds()
             while missing := [
-                rank for rank in names if rank > self.rank and not self._connected(rank)
+                rank for rank in names if rank > self.rank and not self._is_connected(rank)
             ]:
                 self._listener.settimeout(max(0.001, end - time.monotonic()))
                 try:
-                    self._answer()
+                    self._accept_connection()
                 except TimeoutError:
                     raise PeerLost(
                         f"rank {missing[0]}, of the same host, did not connect within "
                         f"{seconds():.0f} s"
                     ) from None
 
-    def _connected(self, rank: int) -> bool:
+    def _is_connected(self, rank: int) -> bool:
         peer = self._peers.get(rank)
         return peer is not None and None not in (peer.notes, peer.descriptors)
 
-    def _call(self, name: str, purpose: int, rank: int) -> socket.socket:
+    def _connect_socket(self, name: str, purpose: int, rank: int) -> socket.socket:
         end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             end.connect(f"\0globaltensor-{name}")
@@ -271,7 +271,7 @@ class SharedMemoryPeers:
             raise PeerLost(f"rank {rank}, of the same host, cannot be reached: {error}") from error
         return end
 
-    def _answer(self) -> None:
+    def _accept_connection(self) -> None:
         end, _ = self._listener.accept()
         _, uid, _ = struct.unpack(
             "iii", end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iii"))
@@ -285,9 +285,9 @@ class SharedMemoryPeers:
             end.close()  # the caller is not one of our ranks
             return
         rank, purpose = _HELLO.unpack(hello)
-        self._keep(self._peers.setdefault(rank, _Peer()), purpose, end)
+        self._keep_socket(self._peers.setdefault(rank, _Peer()), purpose, end)
 
-    def _keep(self, peer: _Peer, purpose: int, end: socket.socket) -> None:
+    def _keep_socket(self, peer: _Peer, purpose: int, end: socket.socket) -> None:
         if purpose == _FILES:
             end.settimeout(None)
             peer.descriptors = end
@@ -298,7 +298,7 @@ class SharedMemoryPeers:
 
     # Publishing
 
-    def leave(
+    def publish(
         self,
         topic: int,
         number: int,
@@ -314,7 +314,7 @@ class SharedMemoryPeers:
         total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
         with self._lock:
             if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
-                self._let_read()
+                self._wait_for_readers()
             block = self._arena.take(total)
             block.lend(sum(len(ranks) for _, ranks in parts))
             at, mark, notes = block.start + _HEAD, block.start, []
@@ -330,9 +330,9 @@ class SharedMemoryPeers:
             with _BARRIER:
                 pass
             for rank, note in notes:
-                self._tell(rank, note)
+                self._send_note(rank, note)
 
-    def _tell(self, rank: int, note: bytes) -> None:
+    def _send_note(self, rank: int, note: bytes) -> None:
         peer = self._peers[rank]
         if peer.left or peer.notes is None or peer.descriptors is None:
             raise PeerLost(f"rank {rank} has gone", rank)
@@ -347,15 +347,15 @@ class SharedMemoryPeers:
                 except BlockingIOError:
                     # The peer has many notes to read, and may itself be waiting until this rank
                     # reads its notes.
-                    self._hear_all()
+                    self._read_all_notes()
                     select.select([], [peer.notes], [], 0.001)
         except OSError as error:
-            self._lost(rank, peer)
+            self._mark_lost(rank, peer)
             raise PeerLost(f"rank {rank} has gone: {error}", rank) from error
 
-    def _let_read(self) -> None:
+    def _wait_for_readers(self) -> None:
         while self._arena.unread() > _UNREAD // 2:
-            self._hear_all()
+            self._read_all_notes()
             if gone := [rank for rank, peer in self._peers.items() if peer.left]:
                 raise PeerLost(f"rank {gone[0]} has gone", gone[0])
             time.sleep(0.0005)
@@ -367,10 +367,10 @@ class SharedMemoryPeers:
         wanted, peer = (rank, topic, number), self._peers[rank]
         if wanted not in self._arrived and not peer.left:
             with self._lock:
-                self._hear(rank, peer)
+                self._read_notes(rank, peer)
         return wanted in self._arrived or peer.left
 
-    def find(
+    def read(
         self, rank: int, topic: int, number: int, nbytes: int | None, seconds: Callable[[], float]
     ) -> SharedBlock:
         """Return the block that ``rank`` publishes, and wait for it if needed.
@@ -380,7 +380,7 @@ class SharedMemoryPeers:
         wanted = rank, topic, number
         arrival = self._arrived.pop(wanted, None)
         if arrival is None:
-            arrival = self._await(wanted, seconds)
+            arrival = self._wait_for_note(wanted, seconds)
         digest, file, mark, start, size = arrival
         if nbytes is not None and size != nbytes:
             raise PeerLost(
@@ -396,11 +396,11 @@ class SharedMemoryPeers:
 
         This function does not wait.
         """
-        self._leave_for_all(_LAST_WORDS, 0, data)
+        self._publish_to_all(_LAST_WORDS, 0, data)
         with self._lock:
-            self._hear_all()
+            self._read_all_notes()
         return {
-            rank: self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
+            rank: self.read(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
             for rank in self._peers
             if (rank, _LAST_WORDS, 0) in self._arrived
         }
@@ -410,39 +410,39 @@ class SharedMemoryPeers:
 
         Notes that a peer sent before it closed its connection are read first.
         """
-        self._hear_last(rank)
+        self._read_last_notes(rank)
         if (rank, _LAST_WORDS, 0) not in self._arrived:
             return b""
-        return self.find(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
+        return self.read(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
 
     def left_silently(self) -> set[int]:
         """Return the ranks that have closed their connection and have left no record."""
         for rank in list(self._peers):
-            self._hear_last(rank)
+            self._read_last_notes(rank)
         return {
             rank
             for rank, peer in self._peers.items()
             if peer.left and (rank, _LAST_WORDS, 0) not in self._arrived
         }
 
-    def _hear_last(self, rank: int) -> None:
+    def _read_last_notes(self, rank: int) -> None:
         """Read the notes that a peer sent before it closed its connection."""
         peer = self._peers[rank]
         with self._lock, contextlib.suppress(OSError):
             for _ in range(_LAST_NOTES):
                 if peer.notes is not None:
-                    self._hear(rank, peer)
+                    self._read_notes(rank, peer)
 
-    def _leave_for_all(self, topic: int, number: int, data: bytes) -> None:
+    def _publish_to_all(self, topic: int, number: int, data: bytes) -> None:
         flat = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for rank, peer in list(self._peers.items()):
             if not peer.left:
                 with contextlib.suppress(PeerLost):
-                    self.leave(topic, number, [(flat, [rank])])
+                    self.publish(topic, number, [(flat, [rank])])
 
     def report(self, data: bytes) -> None:
         """Publish a report of this rank for each connected rank, except those that have gone."""
-        self._leave_for_all(_REPORTS, self._reports, data)
+        self._publish_to_all(_REPORTS, self._reports, data)
         self._reports += 1
 
     def has_report(self, rank: int) -> bool:
@@ -456,7 +456,7 @@ class SharedMemoryPeers:
         if peer is None:
             return b""
         try:
-            part = self.find(rank, _REPORTS, peer.reports, None, lambda: seconds)
+            part = self.read(rank, _REPORTS, peer.reports, None, lambda: seconds)
         except PeerLost:
             return b""
         peer.reports += 1
@@ -474,7 +474,7 @@ class SharedMemoryPeers:
             elif not self._peers[rank].left:
                 self._file(rank, arrival[1]).read(arrival[2])
 
-    def _await(
+    def _wait_for_note(
         self, wanted: tuple[int, int, int], seconds: Callable[[], float]
     ) -> tuple[bytes, int, int, int, int]:
         rank = wanted[0]
@@ -482,11 +482,11 @@ class SharedMemoryPeers:
         while True:
             with self._lock:
                 if looks < _LOOKS:
-                    self._hear(rank, peer)
+                    self._read_notes(rank, peer)
                 else:
                     # A peer whose notes are not read cannot go on, and this rank may be waiting for
                     # a result of that peer.
-                    self._hear_all()
+                    self._read_all_notes()
                 arrival = self._arrived.pop(wanted, None)
             if arrival is not None:
                 return arrival
@@ -504,12 +504,12 @@ class SharedMemoryPeers:
                 )
             self._ready.poll(min(_SLICE, end - now + 0.001))
 
-    def _hear_all(self) -> None:
+    def _read_all_notes(self) -> None:
         for rank, peer in list(self._peers.items()):
             if not peer.left:
-                self._hear(rank, peer)
+                self._read_notes(rank, peer)
 
-    def _hear(self, rank: int, peer: _Peer) -> None:
+    def _read_notes(self, rank: int, peer: _Peer) -> None:
         assert peer.notes is not None
         try:
             heard = peer.notes.recv(_NOTE.size << 8)
@@ -518,7 +518,7 @@ class SharedMemoryPeers:
         except OSError:
             heard = b""
         if not heard:
-            self._lost(rank, peer)
+            self._mark_lost(rank, peer)
             return
         heard = peer.rest + heard
         whole = len(heard) // _NOTE.size * _NOTE.size
@@ -541,7 +541,7 @@ class SharedMemoryPeers:
                 os.close(descriptor)
             return peer.files[number]
 
-    def _lost(self, rank: int, peer: _Peer) -> None:
+    def _mark_lost(self, rank: int, peer: _Peer) -> None:
         """Record that a peer has closed its connection.
 
         Blocks that it published before can still be read.

@@ -51,23 +51,23 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         self._others = [i for i in range(self.size) if i != self.index]
         self._topic = stable_hash(ranks)
         self._number = 0
-        self._near: dict[torch.device, SharedMemoryPeers | None] = {}
+        self._peers: dict[torch.device, SharedMemoryPeers | None] = {}
 
-    def near(self, device: torch.device) -> SharedMemoryPeers | None:
+    def peers(self, device: torch.device) -> SharedMemoryPeers | None:
         """Return the peers of this host.
 
         Return None unless all ranks are on this host and shared memory can carry tensors on
         ``device``.
         """
-        if device not in self._near:  # a dict by device: reading device.type takes 0.2 us
-            self._near[device] = (
+        if device not in self._peers:  # a dict by device: reading device.type takes 0.2 us
+            self._peers[device] = (
                 None
                 if device.type != "cpu" or self._native(device) or self.size > _MAX_RANKS
-                else self._meet()
+                else self._find_peers()
             )
-        return self._near[device]
+        return self._peers[device]
 
-    def _meet(self) -> SharedMemoryPeers | None:
+    def _find_peers(self) -> SharedMemoryPeers | None:
         peers = neighbours(self.world)
         own_address = pickle.dumps((host(), peers.name) if peers else ("", ""))
         own_bytes = torch.frombuffer(
@@ -89,11 +89,11 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
     # Primitives
 
-    def _leave(
-        self, near: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False
+    def _publish(
+        self, peers: SharedMemoryPeers, number: int, parts: Sequence[_Left], patient: bool = False
     ) -> None:
         try:
-            near.leave(
+            peers.publish(
                 self._topic,
                 number,
                 [(data, [self.ranks[i] for i in to]) for data, to in parts],
@@ -101,73 +101,75 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
                 self._digest,
             )
         except PeerLost as error:
-            raise self._gone(near, error) from error
+            raise self._lost_rank_error(peers, error) from error
 
-    def _find(
-        self, near: SharedMemoryPeers, number: int, i: int, nbytes: int, digest: bytes
+    def _read(
+        self, peers: SharedMemoryPeers, number: int, i: int, nbytes: int, digest: bytes
     ) -> SharedBlock:
         try:
-            part = near.find(self.ranks[i], self._topic, number, None, self.world.patience)
+            part = peers.read(self.ranks[i], self._topic, number, None, self.world.patience)
         except PeerLost as error:
-            raise self._gone(near, error) from error
+            raise self._lost_rank_error(peers, error) from error
         if part.digest != digest:
-            raise self._diverged(lambda data: self._reports(near, data))
+            raise self._diverged(lambda data: self._exchange_reports(peers, data))
         if part.nbytes != nbytes:
             sent = f"rank {self.ranks[i]} has sent {part.nbytes} bytes where {nbytes} were expected"
-            raise self._diverged(lambda data: self._reports(near, data), sent)
+            raise self._diverged(lambda data: self._exchange_reports(peers, data), sent)
         return part
 
-    def _reports(self, near: SharedMemoryPeers, data: bytes) -> list[bytes]:
-        near.report(data)
+    def _exchange_reports(self, peers: SharedMemoryPeers, data: bytes) -> list[bytes]:
+        peers.report(data)
         return [
-            data if i == self.index else near.read_report(rank, _REPORT_SECONDS)
+            data if i == self.index else peers.read_report(rank, _REPORT_SECONDS)
             for i, rank in enumerate(self.ranks)
         ]
 
-    def _gone(self, near: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
+    def _lost_rank_error(self, peers: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
         """Return the error for a rank that no longer comes.
 
         That rank may have reported the reason.
         """
-        record = b"" if error.gone is None else near.last_words_of(error.gone)
+        record = b"" if error.gone is None else peers.last_words_of(error.gone)
         if self.world.compares and any(
-            near.has_report(rank) for rank in self.ranks if rank != self.world.rank
+            peers.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
-            return self._diverged(lambda data: self._reports(near, data))
+            return self._diverged(lambda data: self._exchange_reports(peers, data))
         if error.gone is None:
             return self.broken("a collective", error)
         how, early = how_it_ended(record)
         return self.broken("a collective", error, f"rank {error.gone} {how}", early)
 
     def _compare(self, device: torch.device) -> None:
-        if self.near(device) is None:
+        if self.peers(device) is None:
             super()._compare(device)  # otherwise the notes carry the digest
 
-    def _next(self) -> int:
+    def _next_number(self) -> int:
         self._number += 1
         return self._number << 20
 
-    def _move(
-        self, near: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]
+    def _transfer(
+        self, peers: SharedMemoryPeers, sends: Sequence[_Left], recvs: Mapping[int, Tensor]
     ) -> None:
         """Send flat bytes, and fill other flat tensors with the received bytes."""
-        number = self._next()
+        number = self._next_number()
         longest = max(
             [0, *(data.numel() for data, _ in sends), *(out.numel() for out in recvs.values())]
         )
         for k, at in enumerate(range(0, longest, _PIECE)):
-            if parts := [(_piece(data, at, _PIECE), to) for data, to in sends if data.numel() > at]:
-                self._leave(near, number + k, parts, patient=True)
+            if parts := [
+                (_slice_piece(data, at, _PIECE), to) for data, to in sends if data.numel() > at
+            ]:
+                self._publish(peers, number + k, parts, patient=True)
             for i, out in recvs.items():
                 if out.numel() > at:
-                    piece = _piece(out, at, _PIECE)
-                    part = self._find(near, number + k, i, piece.numel(), self._digest)
+                    piece = _slice_piece(out, at, _PIECE)
+                    part = self._read(peers, number + k, i, piece.numel(), self._digest)
                     piece.copy_(part.data)
                     part.done()
 
-    def _fold(
+    def _reduce(
         self,
-        near: SharedMemoryPeers,
+        peers: SharedMemoryPeers,
         sends: Mapping[int, Tensor],
         own_flat: Tensor,
         op: str,
@@ -177,7 +179,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
 
         ``out`` may be ``own_flat``. If all ranks get the same tensor, it is written once.
         """
-        number, size, flats = self._next(), own_flat.itemsize, list(sends.values())
+        number, size, flats = self._next_number(), own_flat.itemsize, list(sends.values())
         same = len({id(flat) for flat in flats}) == 1
         step = _PIECE // size
         for k, at in enumerate(
@@ -185,26 +187,32 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         ):
             if same:
                 parts: list[_Left] = (
-                    [(as_bytes(_piece(flats[0], at, step)), self._others)]
+                    [(as_bytes(_slice_piece(flats[0], at, step)), self._others)]
                     if flats[0].numel() > at
                     else []
                 )
             else:
                 parts = [
-                    (as_bytes(_piece(flat, at, step)), (i,))
+                    (as_bytes(_slice_piece(flat, at, step)), (i,))
                     for i, flat in sends.items()
                     if flat.numel() > at
                 ]
             if parts:
-                self._leave(near, number + k, parts, patient=True)
+                self._publish(peers, number + k, parts, patient=True)
             if own_flat.numel() > at:
-                self._add(near, number + k, _piece(own_flat, at, step), op, _piece(out, at, step))
+                self._add(
+                    peers,
+                    number + k,
+                    _slice_piece(own_flat, at, step),
+                    op,
+                    _slice_piece(out, at, step),
+                )
 
     def _add(
-        self, near: SharedMemoryPeers, number: int, own_piece: Tensor, op: str, out: Tensor
+        self, peers: SharedMemoryPeers, number: int, own_piece: Tensor, op: str, out: Tensor
     ) -> None:
         received = {
-            i: self._find(near, number, i, own_piece.nbytes, self._digest) for i in self._others
+            i: self._read(peers, number, i, own_piece.nbytes, self._digest) for i in self._others
         }
         parts = [
             own_piece if i == self.index else received[i].data.view(own_piece.dtype)
@@ -219,89 +227,91 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     def _swap(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
     ) -> None:
-        near = self.near(device)
-        if near is None:
+        peers = self.peers(device)
+        if peers is None:
             return super()._swap(sends, recvs, device)
-        return self._move(near, [(data, (i,)) for i, data in sends.items()], recvs)
+        return self._transfer(peers, [(data, (i,)) for i, data in sends.items()], recvs)
 
     def _swap_async(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
     ) -> Handle:
-        near = self.near(device)
-        if near is None:
+        peers = self.peers(device)
+        if peers is None:
             return super()._swap_async(sends, recvs, device)
-        number = self._next()
+        number = self._next_number()
         if sends:
-            self._leave(near, number, [(data, (i,)) for i, data in sends.items()])
+            self._publish(peers, number, [(data, (i,)) for i, data in sends.items()])
 
         def read(parts: Sequence[SharedBlock]) -> None:
             for out, part in zip(recvs.values(), parts, strict=True):
                 out.copy_(part.data)
 
-        return _Ahead(self, near, number, [(i, out.nbytes) for i, out in recvs.items()], read)
+        return _PendingRead(
+            self, peers, number, [(i, out.nbytes) for i, out in recvs.items()], read
+        )
 
-    def _to_all(
-        self, near: SharedMemoryPeers, sends: Sequence[Tensor], outs: Sequence[Tensor]
+    def _send_to_all(
+        self, peers: SharedMemoryPeers, sends: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
         into = {i: as_bytes(outs[i]) for i in self._others if outs[i].numel()}
-        self._move(
-            near, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into
+        self._transfer(
+            peers, [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()], into
         )
 
     def _all_to_all_parts(
         self, sends: Sequence[Tensor], numels: Sequence[int], longest: int | None
     ) -> list[Tensor]:
         own = sends[self.index]
-        near = self.near(own.device)
-        if near is None:
+        peers = self.peers(own.device)
+        if peers is None:
             return super()._all_to_all_parts(sends, numels, longest)
         parts = [own if i == self.index else own.new_empty(n) for i, n in enumerate(numels)]
-        self._to_all(near, sends, parts)
+        self._send_to_all(peers, sends, parts)
         return parts
 
     def _all_to_all(
         self, sends: Sequence[Tensor], numels: Sequence[int], out: Tensor, longest: int | None
     ) -> None:
-        near = self.near(out.device)
-        if near is None:
+        peers = self.peers(out.device)
+        if peers is None:
             return super()._all_to_all(sends, numels, out, longest)
         slots = out.split_with_sizes(list(numels))
-        self._to_all(near, sends, slots)
+        self._send_to_all(peers, sends, slots)
         slots[self.index].copy_(sends[self.index])
         return None
 
     def _all_gather_parts(self, flat: Tensor, numels: Sequence[int]) -> list[Tensor]:
-        near = self.near(flat.device)
-        if near is None:
+        peers = self.peers(flat.device)
+        if peers is None:
             return super()._all_gather_parts(flat, numels)
         parts = [flat if i == self.index else flat.new_empty(n) for i, n in enumerate(numels)]
-        self._gather(near, flat, parts)
+        self._gather(peers, flat, parts)
         return parts
 
     def _all_gather(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> None:
-        near = self.near(out.device)
-        if near is None:
+        peers = self.peers(out.device)
+        if peers is None:
             return super()._all_gather(flat, numels, out)
         slots = out.split_with_sizes(list(numels))
-        self._gather(near, flat, slots)
+        self._gather(peers, flat, slots)
         if slots[self.index].data_ptr() != flat.data_ptr():
             slots[self.index].copy_(flat)
         return None
 
-    def _gather(self, near: SharedMemoryPeers, flat: Tensor, slots: Sequence[Tensor]) -> None:
-        self._move(
-            near,
+    def _gather(self, peers: SharedMemoryPeers, flat: Tensor, slots: Sequence[Tensor]) -> None:
+        self._transfer(
+            peers,
             [(as_bytes(flat), self._others)] if flat.numel() else [],
             {i: as_bytes(slots[i]) for i in self._others if slots[i].numel()},
         )
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
-        near = self.near(out.device) if max(numels) * out.itemsize <= _AHEAD else None
-        if near is None:
+        peers = self.peers(out.device) if max(numels) * out.itemsize <= _AHEAD else None
+        if peers is None:
             return super()._all_gather_async(flat, numels, out)
-        number, slots = self._next(), out.split_with_sizes(list(numels))
+        number, slots = self._next_number(), out.split_with_sizes(list(numels))
         if flat.numel():
-            self._leave(near, number, [(as_bytes(flat), self._others)])
+            self._publish(peers, number, [(as_bytes(flat), self._others)])
         slots[self.index].copy_(flat)
         senders = [i for i in self._others if numels[i]]
 
@@ -309,76 +319,76 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             for i, part in zip(senders, parts, strict=True):
                 as_bytes(slots[i]).copy_(part.data)
 
-        return _Ahead(self, near, number, [(i, slots[i].nbytes) for i in senders], read)
+        return _PendingRead(self, peers, number, [(i, slots[i].nbytes) for i in senders], read)
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
-        near = self.near(flat.device)
-        if near is None:
+        peers = self.peers(flat.device)
+        if peers is None:
             super()._broadcast(flat, src)
         elif self.index == src:
-            self._move(near, [(as_bytes(flat), self._others)], {})
+            self._transfer(peers, [(as_bytes(flat), self._others)], {})
         else:
-            self._move(near, [], {src: as_bytes(flat)})
+            self._transfer(peers, [], {src: as_bytes(flat)})
 
     def _reduce_scatter(self, sends: Sequence[Tensor], op: str) -> Tensor:
         own_chunk = sends[self.index]
-        near = self.near(own_chunk.device)
-        if near is None:
+        peers = self.peers(own_chunk.device)
+        if peers is None:
             return super()._reduce_scatter(sends, op)
         out = torch.empty_like(own_chunk)
-        self._fold(near, {i: sends[i] for i in self._others}, own_chunk, op, out)
+        self._reduce(peers, {i: sends[i] for i in self._others}, own_chunk, op, out)
         return out
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
         own_chunk = sends[self.index]
-        near = (
-            self.near(own_chunk.device)
+        peers = (
+            self.peers(own_chunk.device)
             if max(s.nbytes for s in sends) * self.size <= _AHEAD
             else None
         )
-        if near is None:
+        if peers is None:
             return super()._reduce_scatter_async(sends, op)
-        number, out = self._next(), torch.empty_like(own_chunk)
+        number, out = self._next_number(), torch.empty_like(own_chunk)
         if parts := [(as_bytes(sends[i]), (i,)) for i in self._others if sends[i].numel()]:
-            self._leave(near, number, parts)
+            self._publish(peers, number, parts)
         senders = self._others if own_chunk.numel() else []
         return ReduceScatterHandle(
-            _Ahead(
+            _PendingRead(
                 self,
-                near,
+                peers,
                 number,
                 [(i, own_chunk.nbytes) for i in senders],
-                self._folding(own_chunk, op, out),
+                self._reduce_reader(own_chunk, op, out),
             ),
             lambda: out,
         )
 
     def _all_reduce(self, flat: Tensor, op: str) -> Tensor:
-        near = self.near(flat.device)
-        if near is None:
+        peers = self.peers(flat.device)
+        if peers is None:
             return super()._all_reduce(flat, op)
         if self.size > 2 and flat.nbytes * (self.size - 1) > _READ:
             # The base class runs a reduce-scatter and an all-gather.
             return super(ProcessGroupCommunicator, self)._all_reduce(flat, op)
         out = torch.empty_like(flat)
-        self._fold(near, dict.fromkeys(self._others, flat), flat, op, out)
+        self._reduce(peers, dict.fromkeys(self._others, flat), flat, op, out)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
-        near = self.near(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
-        if near is None:
+        peers = self.peers(flat.device) if flat.nbytes * (self.size - 1) <= _AHEAD else None
+        if peers is None:
             return super()._all_reduce_async(flat, op)
-        number, own_flat = self._next(), flat.detach().view(-1)
-        self._leave(near, number, [(as_bytes(own_flat), self._others)])
-        return _Ahead(
+        number, own_flat = self._next_number(), flat.detach().view(-1)
+        self._publish(peers, number, [(as_bytes(own_flat), self._others)])
+        return _PendingRead(
             self,
-            near,
+            peers,
             number,
             [(i, own_flat.nbytes) for i in self._others],
-            self._folding(own_flat, op, own_flat),
+            self._reduce_reader(own_flat, op, own_flat),
         )
 
-    def _folding(
+    def _reduce_reader(
         self, own_flat: Tensor, op: str, out: Tensor
     ) -> Callable[[Sequence[SharedBlock]], None]:
         def read(blocks: Sequence[SharedBlock]) -> None:
@@ -391,7 +401,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         return read
 
 
-def _piece(flat: Tensor, at: int, size: int) -> Tensor:
+def _slice_piece(flat: Tensor, at: int, size: int) -> Tensor:
     """Return ``size`` elements of a flat tensor from ``at`` on, or up to its end.
 
     Most tensors fit into one piece, and a slice takes 1 us.
@@ -399,20 +409,20 @@ def _piece(flat: Tensor, at: int, size: int) -> Tensor:
     return flat if at == 0 and flat.numel() <= size else flat[at : at + size]
 
 
-class _Ahead:
+class _PendingRead:
     """A collective whose data is in transit. ``wait`` passes the data to ``read``."""
 
     def __init__(
         self,
         comm: SharedMemoryCommunicator,
-        near: SharedMemoryPeers,
+        peers: SharedMemoryPeers,
         number: int,
         pending: Sequence[tuple[int, int]],
         read: Callable[[Sequence[SharedBlock]], None],
     ) -> None:
-        self._comm, self._near, self._number, self._pending, self._read = (
+        self._comm, self._peers, self._number, self._pending, self._read = (
             comm,
-            near,
+            peers,
             number,
             list(pending),
             read,
@@ -423,7 +433,7 @@ class _Ahead:
         blocks = []
         while self._pending:
             blocks.append(
-                self._comm._find(self._near, self._number, *self._pending[0], self._digest)
+                self._comm._read(self._peers, self._number, *self._pending[0], self._digest)
             )
             del self._pending[0]
         if blocks:
@@ -433,7 +443,7 @@ class _Ahead:
 
     def __del__(self) -> None:
         for i, _ in self._pending:
-            self._near.forget(self._comm.ranks[i], self._comm._topic, self._number)
+            self._peers.forget(self._comm.ranks[i], self._comm._topic, self._number)
 
 
 def _combine_into(parts: list[Tensor], op: str, out: Tensor) -> None:

@@ -135,7 +135,7 @@ class NodeAgent(SimpleElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._signals.check()
         restarts = worker_group.spec.max_restarts - self._remaining_restarts
-        where, met = self._meeting_point(worker_group), _met(worker_group)
+        where, met = self._meeting_point(worker_group), _untyped_group(worker_group)
         ranks = self._ranks(worker_group, where, restarts)
         self._team = LocalWorkers(
             ranks, self._pump, self._keeper, self._mpirun.start if self._mpirun else start_here
@@ -153,16 +153,18 @@ class NodeAgent(SimpleElasticAgent):
         team, watch = self._team, self._watch
         assert team is not None
         if team.failed:
-            return self._failed(
-                team.failed_by(lambda: self._signals.received or (watch is not None and watch.news))
+            return self._failure_result(
+                team.failed_by(
+                    lambda: self._signals.received or (watch is not None and watch.failures)
+                )
             )
-        if watch is not None and watch.news:
+        if watch is not None and watch.failures:
             self.code = watch.code
             if watch.final and isinstance(worker_group.spec.rdzv_handler, StaticRendezvous):
                 self._remaining_restarts = 0  # too few nodes would be left
-            self._end(team)
+            self._end_workers(team)
             say(
-                f"{watch.news}\nthis node's {len(team.ranks)} "
+                f"{watch.failures}\nthis node's {len(team.ranks)} "
                 f"rank{'s' if len(team.ranks) > 1 else ''} had to be stopped too"
             )
             self._announce_restart()
@@ -186,13 +188,13 @@ class NodeAgent(SimpleElasticAgent):
         watch, self._watch = self._watch, None
         if team is not None:
             if watch is not None and self._signals.received:
-                watch.tell(
+                watch.report_failure(
                     f"its launcher got {signal_name(self._signals.received[0])}",
                     128 + self._signals.received[0],
                     True,
                 )
             if team.alive:
-                self._end(team)
+                self._end_workers(team)
             team.close()
             if self._mpirun is not None:
                 self._mpirun.close()
@@ -207,20 +209,20 @@ class NodeAgent(SimpleElasticAgent):
 
     # Helpers
 
-    def _end(self, team: LocalWorkers) -> None:
+    def _end_workers(self, team: LocalWorkers) -> None:
         asked = len(self._signals.received)
         team.end(signal.SIGTERM, self._grace, hurry=lambda: len(self._signals.received) > asked)
 
-    def _failed(self, failed: list[Rank]) -> RunResult:
+    def _failure_result(self, failed: list[Rank]) -> RunResult:
         assert self._team is not None
         code = failed[0].code or 0
         self.code = code if code > 0 else 128 - code
         earlier = ""
         if self._watch is not None:
-            earlier = self._watch.tell(
+            earlier = self._watch.report_failure(
                 failed[0].epitaph(), self.code, self._remaining_restarts == 0
             )
-        self._end(self._team)
+        self._end_workers(self._team)
         say(self._team.report(failed))
         if earlier:
             say(f"before that, {earlier}")
@@ -236,8 +238,8 @@ class NodeAgent(SimpleElasticAgent):
     def _lost_mpirun(self, team: LocalWorkers, mpirun: Mpirun) -> RunResult:
         self.code, epitaph = mpirun.epitaph()
         if self._watch is not None:
-            self._watch.tell(epitaph, self.code, self._remaining_restarts == 0)
-        self._end(team)
+            self._watch.report_failure(epitaph, self.code, self._remaining_restarts == 0)
+        self._end_workers(team)
         say(
             f"{epitaph}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
             f"connected had to be stopped too"
@@ -328,14 +330,14 @@ class NodeAgent(SimpleElasticAgent):
         self._starts += 1
         if isinstance(handler, StaticRendezvous) and self._starts == 1:
             return handler.addr, handler.port
-        met = _met(group)
+        met = _untyped_group(group)
         if met.group_rank == 0:
             self._server = server = serve()
             met.store.set("ranks meet at", str(server.port))
         return met.master_addr, int(met.store.get("ranks meet at"))
 
 
-def _met(group: WorkerGroup) -> Any:
+def _untyped_group(group: WorkerGroup) -> Any:
     """Return the group after the rendezvous, typed as Any.
 
     torch declares the fields that it then sets as None.

@@ -182,7 +182,7 @@ class Pump:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._order(self._end)
+        self._queue_for_thread(self._end)
         self._thread.join(2 * _DRAIN_SECONDS)
         if not self._thread.is_alive():
             self._selector.close()
@@ -192,34 +192,34 @@ class Pump:
     def add(self, stream: Stream) -> None:
         """Pass on the output of this stream until the rank's end of it is closed."""
         if stream.ours >= 0:
-            self._order(
+            self._queue_for_thread(
                 lambda: self._selector.register(stream.ours, selectors.EVENT_READ, stream) and None
             )
 
     def drop(self, stream: Stream) -> None:
         """Pass on the output that this stream has brought, and close the stream."""
-        self._order(lambda: self._drop(stream))
+        self._queue_for_thread(lambda: self._drop(stream))
 
     def settle(self) -> None:
         """Wait until the output written so far is passed on, for a few seconds at most."""
         done = threading.Event()
-        self._order(self._drain)
-        self._order(done.set)
+        self._queue_for_thread(self._drain)
+        self._queue_for_thread(done.set)
         done.wait(2 * _DRAIN_SECONDS)
 
-    def _order(self, order: Callable[[], None]) -> None:
+    def _queue_for_thread(self, order: Callable[[], None]) -> None:
         # Only the thread may use the selector, so every change to it is queued for the thread.
         self._orders.put(order)
         os.write(self._rope, b".")
 
     def _run(self) -> None:
         while self._open:
-            if not self._pass(_TICK_SECONDS):
+            if not self._read_ready(_TICK_SECONDS):
                 self._flush()
             while not self._orders.empty():
                 self._orders.get()()
 
-    def _pass(self, seconds: float) -> bool:
+    def _read_ready(self, seconds: float) -> bool:
         """Read once from all ready streams, after waiting at most ``seconds``.
 
         Return False if there was no data.
@@ -242,7 +242,7 @@ class Pump:
 
     def _drain(self) -> None:
         until = time.monotonic() + _DRAIN_SECONDS
-        while self._pass(0) and time.monotonic() < until:
+        while self._read_ready(0) and time.monotonic() < until:
             pass
         self._flush(b"\n")
 

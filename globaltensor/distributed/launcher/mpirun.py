@@ -145,7 +145,7 @@ class Mpirun:
             while waiting:
                 self._check()
                 if self.died or time.monotonic() > until:
-                    raise WorldError(self._why(len(waiting), len(ranks)))
+                    raise WorldError(self._start_failure_text(len(waiting), len(ranks)))
                 with contextlib.suppress(TimeoutError):
                     connection, _ = door.accept()
                     connection.settimeout(_START_SECONDS)
@@ -200,7 +200,7 @@ class Mpirun:
         )
         return 128 - code if code < 0 else code or 1, f"{self._program} {how}"
 
-    def _why(self, missing: int, n: int) -> str:
+    def _start_failure_text(self, missing: int, n: int) -> str:
         how = (
             f"ended with code {self._process.returncode}"
             if self._process and self.died

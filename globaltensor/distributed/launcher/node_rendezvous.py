@@ -133,7 +133,8 @@ class StaticRendezvous(RendezvousHandler):
         self._round += 1
         if self._store is None:
             self._store = PrefixStore(
-                "globaltensor/launchers", self._served() if self.rank == 0 else self._reached()
+                "globaltensor/launchers",
+                self._serve_store() if self.rank == 0 else self._reach_store(),
             )
         store = PrefixStore(f"round/{self._round}", self._store)
         if self.nodes > 1:
@@ -142,7 +143,7 @@ class StaticRendezvous(RendezvousHandler):
             store, self.rank, self.nodes, RendezvousStoreInfo(self.addr, self.port)
         )
 
-    def _served(self) -> Store:
+    def _serve_store(self) -> Store:
         self.server = serve(self.port)
         self.port = self.server.port
         if self.nodes > 1:
@@ -156,7 +157,7 @@ class StaticRendezvous(RendezvousHandler):
                 ) from error
         return self.server
 
-    def _reached(self) -> Store:
+    def _reach_store(self) -> Store:
         where, began, last_notice = f"{self.addr}:{self.port}", time.monotonic(), 0.0
         while True:
             self._check()
@@ -205,7 +206,7 @@ class StaticRendezvous(RendezvousHandler):
             "run": self._run_id,
         }
         if store.add(f"taken/{self.rank}", 1) > 1:
-            first = self._card_of_who_came_first(store)
+            first = self._first_card(store)
             raise WorldError(
                 f"--node_rank {self.rank} is taken: a launcher on {first['host']} (pid "
                 f"{first['pid']}) has it; each node needs a different number"
@@ -214,7 +215,7 @@ class StaticRendezvous(RendezvousHandler):
         until, last_notice = time.monotonic() + self._timeout, time.monotonic()
         for other in range(1, self.nodes) if self.rank == 0 else [0]:
             while not store.check([f"card/{other}"]):
-                self._heed(store)
+                self._raise_if_refused(store)
                 if time.monotonic() > until:
                     self._give_up(
                         store,
@@ -232,7 +233,7 @@ class StaticRendezvous(RendezvousHandler):
         if self.rank == 0:
             store.set("go", "")
         while not store.check(["go"]):
-            self._heed(store)
+            self._raise_if_refused(store)
             if time.monotonic() > until:
                 self._give_up(
                     store,
@@ -241,7 +242,7 @@ class StaticRendezvous(RendezvousHandler):
                 )
             time.sleep(_TICK_SECONDS)
 
-    def _card_of_who_came_first(self, store: Store) -> dict[str, object]:
+    def _first_card(self, store: Store) -> dict[str, object]:
         """Return the card of the launcher that has this node's number.
 
         It publishes the card right after it takes the number, unless it ends at that point.
@@ -275,7 +276,7 @@ class StaticRendezvous(RendezvousHandler):
         self._tell_all(store)
         raise WorldError(why)
 
-    def _heed(self, store: Store) -> None:
+    def _raise_if_refused(self, store: Store) -> None:
         self._check()
         if store.check(["refused"]):
             why = store.get("refused").decode()
@@ -385,7 +386,7 @@ class NodeMonitor:
         )
         self._thread.start()
 
-    def tell(self, what: str, code: int, final: bool) -> str:
+    def report_failure(self, what: str, code: int, final: bool) -> str:
         """Post that this node has failed, and return the earlier news of another node, if any.
 
         ``final`` means that this node does not restart.
@@ -403,14 +404,14 @@ class NodeMonitor:
                 self._store.set("failure", json.dumps(failure))
                 return self._store.add("heard", int(self._rank > 0))
             if self._store.check(["failure"]):
-                self._hear(json.loads(self._store.get("failure")))
+                self._note_failure(json.loads(self._store.get("failure")))
             return 0
 
         self._ask(post)
         return self._news
 
     @property
-    def news(self) -> str:
+    def failures(self) -> str:
         """The news of another node's failure, or an empty string while all is well."""
         silence = time.monotonic() - self._answered
         # Our thread waits for an answer, which may never come.
@@ -500,7 +501,7 @@ class NodeMonitor:
                 if not self._reachable():
                     raise ConnectionError
                 if self._store.check(["failure"]):
-                    self._hear(json.loads(self._store.get("failure")))
+                    self._note_failure(json.loads(self._store.get("failure")))
                 elif time.monotonic() - last > self._interval:
                     last = time.monotonic()
                     self._beat()
@@ -511,7 +512,7 @@ class NodeMonitor:
                         f"{self.where}, is gone"
                     )
 
-    def _hear(self, failure: dict[str, object]) -> None:
+    def _note_failure(self, failure: dict[str, object]) -> None:
         if failure["node"] != self._rank and not self._news:
             self._store.add("heard", 1)
             self.code, self.final = int(str(failure["code"])), bool(failure["final"])
@@ -536,7 +537,7 @@ class NodeMonitor:
                     f"node {node} has been silent for {now - known[1]:.0f} s: its "
                     f"launcher is dead, or its network"
                 )
-                self.tell(self._news, 1, True)
+                self.report_failure(self._news, 1, True)
 
 
 def _reason(error: OSError) -> str:

@@ -27,7 +27,7 @@ from ..world import placeholder, world
 __all__ = ["SerializedValue", "assembled", "load", "pack", "register_wrapper", "save", "unpack"]
 
 
-class _Tensor(NamedTuple):
+class _SerializedTensor(NamedTuple):
     """A tensor in transit.
 
     A global tensor has a ``spec``, and ``part`` is this rank's local tensor.
@@ -47,10 +47,10 @@ class SerializedValue:
     """
 
     body: bytes
-    tensors: tuple[_Tensor, ...]
+    tensors: tuple[_SerializedTensor, ...]
 
     @property
-    def global_tensors(self) -> list[_Tensor]:
+    def global_tensors(self) -> list[_SerializedTensor]:
         return [t for t in self.tensors if t.spec is not None]
 
 
@@ -87,11 +87,11 @@ def pack(value: object) -> SerializedValue:
             return None
         return tensors.setdefault(id(tensor), (len(tensors), tensor))[0]
 
-    body = _pickled(value, index)
-    return SerializedValue(body, tuple(_sent(tensor) for _, tensor in tensors.values()))
+    body = _pickle_body(value, index)
+    return SerializedValue(body, tuple(_serialize_tensor(tensor) for _, tensor in tensors.values()))
 
 
-def _pickled(value: object, index: Any) -> bytes:
+def _pickle_body(value: object, index: Any) -> bytes:
     try:
         from cloudpickle import Pickler  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -107,7 +107,7 @@ def _pickled(value: object, index: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _sent(tensor: torch.Tensor) -> _Tensor:
+def _serialize_tensor(tensor: torch.Tensor) -> _SerializedTensor:
     if _is_global(tensor):
         held: Any = tensor
         part, spec = held._materialize()._local, held.spec
@@ -117,7 +117,7 @@ def _sent(tensor: torch.Tensor) -> _Tensor:
     plain = part.detach().cpu()
     if plain.layout is torch.strided and plain.untyped_storage().nbytes() != plain.nbytes:
         plain = plain.clone()  # of a view, send only its own elements
-    return _Tensor(plain, spec, tensor.requires_grad and tensor.is_leaf, is_parameter)
+    return _SerializedTensor(plain, spec, tensor.requires_grad and tensor.is_leaf, is_parameter)
 
 
 def save(parcel: SerializedValue, path: Path) -> None:
@@ -142,7 +142,7 @@ def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None
     parts = [t.part for t in parcel.global_tensors] if wholes is None else list(wholes)
     replacements = iter(parts)
     tensors = [
-        _received(t, t.part if t.spec is None else next(replacements)) for t in parcel.tensors
+        _restore_tensor(t, t.part if t.spec is None else next(replacements)) for t in parcel.tensors
     ]
 
     class Unpacker(pickle.Unpickler):
@@ -152,7 +152,7 @@ def unpack(parcel: SerializedValue, wholes: Sequence[torch.Tensor] | None = None
     return Unpacker(io.BytesIO(parcel.body)).load()
 
 
-def _received(sent: _Tensor, value: torch.Tensor) -> torch.Tensor:
+def _restore_tensor(sent: _SerializedTensor, value: torch.Tensor) -> torch.Tensor:
     if sent.is_parameter:
         return torch.nn.Parameter(value, sent.requires_grad)
     return value.detach().requires_grad_(sent.requires_grad) if sent.requires_grad else value
@@ -173,13 +173,15 @@ def assembled(parcels: Sequence[SerializedValue]) -> list[Any]:
             assert tensor.spec is not None
             key = (k, tensor.spec)
             if key not in known:
-                known[key] = _whole(k, tensor.spec, sent)
+                known[key] = _assemble_value(k, tensor.spec, sent)
             wholes.append(known[key])
         out.append(unpack(parcel, wholes))
     return out
 
 
-def _whole(k: int, spec: Spec, sent: Sequence[Sequence[_Tensor]]) -> torch.Tensor:
+def _assemble_value(
+    k: int, spec: Spec, sent: Sequence[Sequence[_SerializedTensor]]
+) -> torch.Tensor:
     """Return the full value of a global tensor from the local tensors of the ranks.
 
     It is computed by boxing to broadcast on simulated ranks.

@@ -104,7 +104,7 @@ def run(
         folder, chosen = Path(name), select_backend(None if backend == "auto" else backend)
         (folder / "path.json").write_text(json.dumps(sys.path))
         torch.save(call, folder / "call")
-        ranks = [_rank(folder, rank, nprocs, port, chosen) for rank in range(nprocs)]
+        ranks = [_make_rank(folder, rank, nprocs, port, chosen) for rank in range(nprocs)]
         with contextlib.ExitStack() as stack:
             team = LocalWorkers(ranks, pump, keeper, _starter(chosen, pump, stack))
             stack.callback(team.close)
@@ -178,7 +178,7 @@ class _ConsoleStream(Stream):
                 self.where.flush()
 
 
-def _rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
+def _make_rank(folder: Path, rank: int, n: int, port: int, backend: str) -> Rank:
     parent = "None" if "mpi" in backend_names(backend) else os.getpid()
     command = [
         os.fsdecode(get_executable()),
@@ -261,32 +261,34 @@ class RunningCall:
     def wait(self, timeout: float | None, start_timeout: float) -> None:
         """Wait until all ranks have returned and ended. Raise the errors that ``run`` raises."""
         began = time.monotonic()
-        while not all(self._has("result", rank) for rank in self.team.ranks):
+        while not all(self._has_file("result", rank) for rank in self.team.ranks):
             if any(self._failed(rank) for rank in self.team.ranks):
                 time.sleep(_SETTLE_SECONDS)
                 self._raise()
             waited = time.monotonic() - began
             if timeout is not None and waited > timeout:
-                self._late(
-                    [rank for rank in self.team.ranks if not self._has("result", rank)],
+                self._raise_late_start(
+                    [rank for rank in self.team.ranks if not self._has_file("result", rank)],
                     f"had not returned after {timeout:g} s (timeout)",
                 )
             if waited > start_timeout and (
-                missing := [rank for rank in self.team.ranks if not self._has("here", rank)]
+                missing := [rank for rank in self.team.ranks if not self._has_file("here", rank)]
             ):
-                self._late(missing, f"had not begun after {start_timeout:g} s (start_timeout)")
+                self._raise_late_start(
+                    missing, f"had not begun after {start_timeout:g} s (start_timeout)"
+                )
             time.sleep(_TICK_SECONDS)
         until = time.monotonic() + GRACE_SECONDS
         while self.team.alive and time.monotonic() < until:
             time.sleep(_TICK_SECONDS)
 
-    def _has(self, what: str, rank: Rank) -> bool:
+    def _has_file(self, what: str, rank: Rank) -> bool:
         # os.access raises no error. An interrupt would show an error caught here in its traceback.
         return os.access(self.folder / f"{what}.{rank.rank}", os.F_OK)
 
     def _failed(self, rank: Rank) -> bool:
         ended = rank.code is not None  # read first, because a rank writes its answer before it ends
-        return self._has("failure", rank) or (ended and not self._has("result", rank))
+        return self._has_file("failure", rank) or (ended and not self._has_file("result", rank))
 
     def _raise(self) -> None:
         """Raise the error of the rank that failed first.
@@ -313,14 +315,18 @@ class RunningCall:
 
     def _failure(self, rank: Rank) -> Failure | None:
         """Return the failure that a rank has written, or None if it died without writing one."""
-        if not self._has("failure", rank):
+        if not self._has_file("failure", rank):
             return None
         failure: Failure = pickle.loads((self.folder / f"failure.{rank.rank}").read_bytes())
         return failure
 
-    def _late(self, ranks: Sequence[Rank], how: str) -> None:
+    def _raise_late_start(self, ranks: Sequence[Rank], how: str) -> None:
         for rank in ranks:
-            if self._has("here", rank) and rank.process is not None and hasattr(signal, "SIGUSR1"):
+            if (
+                self._has_file("here", rank)
+                and rank.process is not None
+                and hasattr(signal, "SIGUSR1")
+            ):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(rank.process.pid, signal.SIGUSR1)
         time.sleep(_STACK_SECONDS)

@@ -65,7 +65,7 @@ def main(folder: Path, rank: int, parent: int | None) -> None:
     ``parent`` is the process that called ``run``, if it is this process's parent.
     """
     end_with(parent or os.getppid())
-    _tell_where_when_asked(folder / f"stack.{rank}")
+    _dump_stack_on_signal(folder / f"stack.{rank}")
     try:
         result = _answer(folder, rank)
         this_world = running()
@@ -141,7 +141,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _tell_where_when_asked(path: Path) -> None:
+def _dump_stack_on_signal(path: Path) -> None:
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1, file=open(path, "w"), all_threads=False)  # noqa: SIM115 - open as long as the process lives
 

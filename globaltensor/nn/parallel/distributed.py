@@ -87,7 +87,7 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
         start()
         if not device_ids:
             _to_own_device(module)
-        _check_alike(
+        _check_same_modules(
             module,
             process_group if more.get("device_mesh") is None else more["device_mesh"].get_group(),
         )
@@ -97,7 +97,7 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
                     "DistributedDataParallel: bucket_cap_mb and bucket_size (or use_bucket=False) "
                     "both set the size of a bucket: pass one of them"
                 )
-            bucket_cap_mb = _megabytes(module, bucket_size if use_bucket else None)
+            bucket_cap_mb = _bucket_megabytes(module, bucket_size if use_bucket else None)
         if broadcast_buffers is False:
             more["broadcast_buffers"] = False
         with warnings.catch_warnings():
@@ -114,7 +114,7 @@ class DistributedDataParallel(Transparent, nn.parallel.DistributedDataParallel):
             )  # fmt: skip
 
 
-def _megabytes(module: nn.Module, parameters: int | None) -> float:
+def _bucket_megabytes(module: nn.Module, parameters: int | None) -> float:
     """Return torch's bucket size in MiB for this many parameters of average size.
 
     If ``parameters`` is None, the size is so small that each parameter has its own bucket."""
@@ -129,7 +129,7 @@ def _megabytes(module: nn.Module, parameters: int | None) -> float:
     return parameters * sum(sizes) / len(sizes) / 2**20
 
 
-def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
+def _check_same_modules(module: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Raise WorldError on every rank if the modules differ.
 
     Torch's own check raises on all ranks but the first of the group, which continues and waits for
@@ -147,7 +147,8 @@ def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         if wrong is not None:
             ranks = dist.get_process_group_ranks(group)
             descriptions = [
-                f"rank {ranks[i]} has {_told(p)}" for i, p in zip((0, index), wrong, strict=True)
+                f"rank {ranks[i]} has {_parameter_text(p)}"
+                for i, p in zip((0, index), wrong, strict=True)
             ]
             raise WorldError(
                 f"DistributedDataParallel: the ranks' modules differ: "
@@ -155,7 +156,7 @@ def _check_alike(module: nn.Module, group: dist.ProcessGroup | None) -> None:
             )
 
 
-def _told(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
+def _parameter_text(parameter: tuple[str, tuple[int, ...], str, bool] | None) -> str:
     if parameter is None:
         return "no more parameters"
     name, shape, dtype, trained = parameter

@@ -74,11 +74,11 @@ class GlobalReplicas(Transparent, nn.Module):
                 _replace(p, replicas)
         if self.peers:
             self._spread([local_of(p) for _, p in parameters] if broadcast_parameters else [])
-            self._spread(self._buffers_here())
+            self._spread(self._local_buffers())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.peers and not reducer.reducer().deferred:
-            self._spread(self._buffers_here())
+            self._spread(self._local_buffers())
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -89,7 +89,7 @@ class GlobalReplicas(Transparent, nn.Module):
 
     def join(self, *args: Any, **kwargs: Any) -> Any:
         """Raise GlobalTensorError: it is not supported."""
-        raise _only_locally(
+        raise _local_only_error(
             "join",
             "give all replicas the same number of batches (a sampler with drop_last, or one that "
             "pads)",
@@ -97,13 +97,13 @@ class GlobalReplicas(Transparent, nn.Module):
 
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Raise GlobalTensorError: it is not supported."""
-        raise _only_locally(
+        raise _local_only_error(
             "register_comm_hook",
             "flow.set_grad_reduce_dtype(module, dtype) sets the dtype in which gradients are "
             "summed",
         )
 
-    def _buffers_here(self) -> list[torch.Tensor]:
+    def _local_buffers(self) -> list[torch.Tensor]:
         return list(map(local_of, self.module.buffers()))
 
     @torch.no_grad()
@@ -120,7 +120,7 @@ class GlobalReplicas(Transparent, nn.Module):
                 t.copy_(part.view(t.shape))
 
 
-def _only_locally(name: str, mend: str) -> GlobalTensorError:
+def _local_only_error(name: str, mend: str) -> GlobalTensorError:
     why = (
         "gradients of global parameters go through the buckets of global tensors, not torch's "
         "reducer"
@@ -177,12 +177,12 @@ def _replace(leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
     before = leaf._leaf
     if before is not None:
         before.handle.remove()
-    leaf._leaf = _Mean(leaf, replicas)
+    leaf._leaf = _MeanGradient(leaf, replicas)
     if before is not None:
         leaf._leaf.value, leaf._leaf.hooks = before.value, before.hooks
 
 
-class _Mean(LeafGradient):
+class _MeanGradient(LeafGradient):
     """A gradient of one leaf, averaged over the replicas."""
 
     def __init__(self, leaf: GlobalTensor, replicas: list[tuple[int, ...]]) -> None:
@@ -199,19 +199,19 @@ class _Mean(LeafGradient):
         self.bucketed = len(self.ranks) > 1
         self.way = (*self.way, "replicas")  # type: ignore[assignment]
 
-    def put(self, grad: torch.Tensor) -> None:
+    def accumulate(self, grad: torch.Tensor) -> None:
         if grad.requires_grad or grad.layout is not torch.strided:
             raise GlobalTensorError(
                 "DistributedDataParallel: gradients that are sparse, or differentiated again, "
                 "cannot be averaged over replicas"
             )
-        super().put(grad.div_(self.count))
+        super().accumulate(grad.div_(self.count))
 
-    def settle(self) -> torch.Tensor | None:
+    def flush(self) -> torch.Tensor | None:
         grad = self.take() if self.local.grad is not None else None
         if grad is not None:
             kind = reducer.dtype_of_sum(grad, self.reduce_dtype)
             with log.exchanges("gradient of a leaf, summed over the replicas"):
                 total = world().comm(self.ranks).all_reduce(grad.contiguous().to(kind))
-            self.put(total.to(grad.dtype))
+            self.accumulate(total.to(grad.dtype))
         return self.value

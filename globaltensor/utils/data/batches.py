@@ -105,11 +105,12 @@ class GlobalBatches:
                 if this_world.size > 1
                 else [own_header]
             )
-            if not self._go_on(headers, number):
+            if not self._all_have_next(headers, number):
                 return
             _, shell, metas = headers[this_world.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
             parts = [
-                self._joined(i, tensors[i] if inside else None, headers) for i in range(len(metas))
+                self._global_batch_tensor(i, tensors[i] if inside else None, headers)
+                for i in range(len(metas))
             ]
             if this_world.size > 1:
                 this_world.history((self.placement,)).record(b"GlobalBatches")
@@ -117,7 +118,7 @@ class GlobalBatches:
             number += 1
             yield replaced(shell, iter(parts))
 
-    def _go_on(self, headers: Sequence[_BatchHeader | None], number: int) -> bool:
+    def _all_have_next(self, headers: Sequence[_BatchHeader | None], number: int) -> bool:
         """Return True if every rank has another batch, and False if the iteration ends.
 
         Raises GlobalTensorError if some ranks have no other batch, or batches of another
@@ -153,7 +154,7 @@ class GlobalBatches:
                 )
         return True
 
-    def _joined(
+    def _global_batch_tensor(
         self, i: int, local: torch.Tensor | None, headers: Sequence[_BatchHeader | None]
     ) -> GlobalTensor:
         this_world, where = world(), self.placement

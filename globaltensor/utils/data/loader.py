@@ -106,7 +106,9 @@ class GlobalDataLoader:
             else placement
         )
         check_placement(self.placement)
-        self.layout = _checked(as_layout(split(0) if sbp is None else sbp, self.placement.axes))
+        self.layout = _check_layout(
+            as_layout(split(0) if sbp is None else sbp, self.placement.axes)
+        )
         self.dataset, self.batch_size, self.drop_last, self.check_meta = (
             dataset,
             batch_size,
@@ -196,7 +198,9 @@ class GlobalDataLoader:
         if self._loader is not None:
             self._generator.manual_seed(hash((self.seed, self.epoch, world().rank)) % (1 << 63))
             self._rows.batches = [rows for rows in map(self._share.rows, batches) if rows]
-            read = on_device(map(_plain, self._loader), world().device(self.placement.type))
+            read = on_device(
+                map(_mapping_to_dict, self._loader), world().device(self.placement.type)
+            )
         for batch in batches:
             own_share = next(read) if self._share.reads and self._share.rows(batch) else None
             position = self.epoch, self._done
@@ -223,7 +227,7 @@ class GlobalDataLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "the length of the dataset": len(self.dataset),
-            "the order of the samples": _order(rows),
+            "the order of the samples": _order_text(rows),
         }
         messages = this_world.comm(tuple(range(this_world.size))).all_gather_object(
             (_BEGIN, own), "GlobalDataLoader"
@@ -243,7 +247,7 @@ class GlobalDataLoader:
                     )
 
 
-def _order(rows: Sequence[Any]) -> str:
+def _order_text(rows: Sequence[Any]) -> str:
     """Return a text of the rows to read: the first ones, and a digest of all."""
     try:
         data_bytes = array("q", rows).tobytes()
@@ -262,24 +266,24 @@ def _check_stage(messages: Sequence[tuple[Any, Any]]) -> None:
     for r, (stage, _) in enumerate(messages):
         if stage != first:
             raise DivergenceError(
-                f"GlobalDataLoader: rank 0 {_spelled_stage(first)}, but rank {r} "
-                f"{_spelled_stage(stage)}: all ranks must begin an iteration together, and read "
+                f"GlobalDataLoader: rank 0 {_stage_text(first)}, but rank {r} "
+                f"{_stage_text(stage)}: all ranks must begin an iteration together, and read "
                 "the same number of batches from it"
             )
 
 
-def _spelled_stage(stage: Any) -> str:
+def _stage_text(stage: Any) -> str:
     if stage == _BEGIN:
         return "begins an iteration"
     return f"reads batch {stage[1]} of epoch {stage[0]}"
 
 
-def _plain(batch: Any) -> Any:
+def _mapping_to_dict(batch: Any) -> Any:
     """Convert other kinds of mapping to a dict."""
     return dict(batch) if isinstance(batch, Mapping) and not isinstance(batch, dict) else batch
 
 
-def _checked(layout: Sequence[Sbp]) -> tuple[Sbp, ...]:
+def _check_layout(layout: Sequence[Sbp]) -> tuple[Sbp, ...]:
     for entry in layout:
         if entry.is_partial or (entry.is_split and entry.dim < 0):
             raise SbpError(
@@ -339,12 +343,12 @@ class _BatchShare:
         tensors = tensors_in(local_share, [])
         shell, metas = local_share, [(tuple(t.shape), t.dtype) for t in tensors]
         if check or not self.covers or len(self.fiber) > 1 or size < self.parts:
-            shell, metas = self._agreed(local_share, metas, size, position)
+            shell, metas = self._agree_on_structure(local_share, metas, size, position)
         else:
             self._check_rows(self.rank, metas, size)
         parts = iter(
             [
-                self._one(
+                self._assemble_tensor(
                     tensors[i] if local_share is not None else None,
                     shape,
                     dtype,
@@ -356,7 +360,7 @@ class _BatchShare:
         )
         return replaced(shell, parts)
 
-    def _agreed(
+    def _agree_on_structure(
         self, local_share: Any, metas: list[Any], size: int, position: tuple[int, int]
     ) -> tuple[Any, list[Any]]:
         """Return the structure of the batch, and shape and dtype of its tensors.
@@ -402,7 +406,7 @@ class _BatchShare:
                     f"{rank}'s {rows} samples: dim 0 must count them"
                 )
 
-    def _one(
+    def _assemble_tensor(
         self,
         local: torch.Tensor | None,
         shape: tuple[int, ...],

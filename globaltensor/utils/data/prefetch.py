@@ -17,27 +17,27 @@ def on_device(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
 
     Each batch is copied to CUDA on a separate stream while the batch before it is used."""
     if device.type == "cuda":
-        return _ahead(batches, device)
-    return batches if device.type == "cpu" else (_moved(batch, device) for batch in batches)
+        return _prefetch(batches, device)
+    return batches if device.type == "cpu" else (_move_batch(batch, device) for batch in batches)
 
 
-def _moved(batch: Any, device: torch.device) -> Any:
+def _move_batch(batch: Any, device: torch.device) -> Any:
     return replaced(batch, iter([t.to(device, non_blocking=True) for t in tensors_in(batch, [])]))
 
 
-def _ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
+def _prefetch(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
     stream = torch.cuda.Stream(device)
     waiting: list[tuple[Any, torch.cuda.Event]] = []
     for batch in batches:
         with torch.cuda.stream(stream):
-            waiting.append((_moved(batch, device), stream.record_event()))
+            waiting.append((_move_batch(batch, device), stream.record_event()))
         if len(waiting) > 1:
-            yield _ready(*waiting.pop(0), device)
+            yield _wait_for_copy(*waiting.pop(0), device)
     for moved, event in waiting:
-        yield _ready(moved, event, device)
+        yield _wait_for_copy(moved, event, device)
 
 
-def _ready(moved: Any, event: torch.cuda.Event, device: torch.device) -> Any:
+def _wait_for_copy(moved: Any, event: torch.cuda.Event, device: torch.device) -> Any:
     current = torch.cuda.current_stream(device)
     current.wait_event(event)
     for t in tensors_in(moved, []):

@@ -44,10 +44,12 @@ HALF: Final = (torch.float16, torch.bfloat16)
 
 def sees(rows: Stretch, keys: Stretch, causal: bool) -> bool:
     """Return True if some of these rows see some of these keys."""
-    return any(True for _ in _visible(rows, keys, causal))
+    return any(True for _ in _visible_regions(rows, keys, causal))
 
 
-def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice, slice, bool]]:
+def _visible_regions(
+    rows: Stretch, keys: Stretch, causal: bool
+) -> Iterator[tuple[slice, slice, bool]]:
     """Yield the regions of a block of scores that are not masked -> (rows, keys, square).
 
     A region is a rectangle. Where ``square`` is True, it is a square in which row i sees keys up to
@@ -72,7 +74,7 @@ def _visible(rows: Stretch, keys: Stretch, causal: bool) -> Iterator[tuple[slice
             yield slice(first + side, n), slice(before, before + side), False
 
 
-def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, bool]]:
+def _regions_of_stretches(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, bool]]:
     """Return the visible regions of a rank's rows and a block of keys.
 
     Positions count within these rows and this block. The regions are few and large, because kernels
@@ -83,9 +85,9 @@ def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, 
         # In the order of all rows, each row sees the keys up to its own position.
         return [(slice(0, total), slice(0, total), True)]
     regions: list[tuple[slice, slice, bool]] = []
-    for row_offset, row in _placed(rows):
-        for key_offset, key in _placed(keys):
-            for r, c, square in _visible(row, key, causal):
+    for row_offset, row in _with_offsets(rows):
+        for key_offset, key in _with_offsets(keys):
+            for r, c, square in _visible_regions(row, key, causal):
                 own_rows, peer_keys = (
                     slice(row_offset + r.start, row_offset + r.stop),
                     slice(key_offset + c.start, key_offset + c.stop),
@@ -100,7 +102,7 @@ def _together(rows: Rows, keys: Rows, causal: bool) -> list[tuple[slice, slice, 
     return regions
 
 
-def _placed(stretches: Rows) -> Iterator[tuple[int, Stretch]]:
+def _with_offsets(stretches: Rows) -> Iterator[tuple[int, Stretch]]:
     """Return each stretch with its start in the concatenation of all stretches."""
     return zip(accumulate((n for _, n in stretches), initial=0), stretches, strict=False)
 
@@ -109,22 +111,22 @@ def shared(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
     return tuple(torch.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2]))
 
 
-def _fitted(gradient: Tensor, shape: torch.Size) -> Tensor:
+def _sum_to_shape(gradient: Tensor, shape: torch.Size) -> Tensor:
     """Sum the gradient of a broadcast tensor to the tensor's shape."""
     return gradient if gradient.shape == shape else gradient.sum_to_size(shape)
 
 
-def _by_kernel(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+def _kernel_applies(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
     """Return True if torch's kernel, which holds no scores, can compute the block."""
     return (
         mask is None
         and torch_private.has_flash_attention(q, k, v)
-        and (q.device.type == "cpu" or _trusted(q.device, q.dtype, q.shape[-1]))
+        and (q.device.type == "cpu" or _kernel_is_accurate(q.device, q.dtype, q.shape[-1]))
     )
 
 
 @lru_cache(maxsize=64)
-def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
+def _kernel_is_accurate(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Return True if the kernel's results on this device match those of ordinary functions.
 
     The kernel is private and differs between devices, so it is tried once on few rows.
@@ -149,7 +151,7 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
                     _kernel_backward(grad, q, k, v, out.to(dtype), total, square, scale),
                 )
                 good &= all(
-                    _near(a, b)
+                    _nearly_equal(a, b)
                     for a, b in zip(
                         (*kernel_results[0], *kernel_results[1]),
                         (out, total, *block_grads),
@@ -169,14 +171,14 @@ def _trusted(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     return good
 
 
-def _near(a: Tensor, b: Tensor) -> bool:
+def _nearly_equal(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors are equal up to rounding in half precision."""
     return a.shape == b.shape and bool(
         (a.float() - b.float()).abs().max() <= 0.05 * (1.0 + b.float().abs().max())
     )
 
 
-def _in_common(q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _heads_share_keys(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Return True if the query heads in a group share their keys.
 
     Groups are dim -4, and the several heads of a group are dim -3.
@@ -195,7 +197,7 @@ def _as_heads(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Tensor]:
     they are copied for each query head.
     """
     lead = shared(q, k, v)
-    if q.device.type != "cpu" and _in_common(q, k, v):
+    if q.device.type != "cpu" and _heads_share_keys(q, k, v):
         return [t.flatten(-4, -3).flatten(0, -4) for t in map(_dense, (q, k, v, *others))]
     shape = math.prod(lead[:-1]), lead[-1] if lead else 1
     return [
@@ -248,7 +250,11 @@ def _kernel_backward(
         g.reshape(*(t.shape[:-2] if fewer else lead), *g.shape[-2:])
         for g, t in zip(found, (q, k, v), strict=True)
     ]
-    return _fitted(shaped[0], q.shape), _fitted(shaped[1], k.shape), _fitted(shaped[2], v.shape)
+    return (
+        _sum_to_shape(shaped[0], q.shape),
+        _sum_to_shape(shaped[1], k.shape),
+        _sum_to_shape(shaped[2], v.shape),
+    )
 
 
 def block(
@@ -258,7 +264,7 @@ def block(
 
     The log-sum-exp is -inf where a row sees no key.
     """
-    if _by_kernel(q, k, v, mask):
+    if _kernel_applies(q, k, v, mask):
         return _kernel(q, k, v, square, scale)
     q, k, v = (wide(t) for t in (q, k, v))
     scores = _scores(q, k, mask, square, scale)
@@ -285,7 +291,7 @@ def block_backward(
 
     ``out`` and ``total`` are the result and the log-sum-exp over all keys.
     """
-    if _by_kernel(q, k, v, mask):
+    if _kernel_applies(q, k, v, mask):
         return (*_kernel_backward(grad, q, k, v, out, total, square, scale), None)
     shapes = q.shape, k.shape, v.shape
     grad, q, k, v, out = (wide(t) for t in (grad, q, k, v, out))
@@ -297,10 +303,10 @@ def block_backward(
     slope = share * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True))
     dq, dk = slope @ k * scale, slope.transpose(-1, -2) @ q * scale
     return (
-        _fitted(dq, shapes[0]),
-        _fitted(dk, shapes[1]),
-        _fitted(dv, shapes[2]),
-        _fitted(slope, mask.shape) if of_mask and mask is not None else None,
+        _sum_to_shape(dq, shapes[0]),
+        _sum_to_shape(dk, shapes[1]),
+        _sum_to_shape(dv, shapes[2]),
+        _sum_to_shape(slope, mask.shape) if of_mask and mask is not None else None,
     )
 
 
@@ -314,19 +320,19 @@ def members(
     copy the keys for each head.
     """
     common = (
-        _by_kernel(q, k, v, mask)
+        _kernel_applies(q, k, v, mask)
         and q.device.type == "cpu"
         and min(q.ndim, k.ndim, v.ndim) > 3
         and k.shape[-3] == v.shape[-3] == 1 < q.shape[-3]
     )
     return (
-        [partial(_member, i) for i in range(q.shape[-3])]
+        [partial(_select_head, i) for i in range(q.shape[-3])]
         if common and torch.get_num_threads() <= math.prod(k.shape[:-3])
         else [lambda t: t]
     )
 
 
-def _member(i: int, t: Tensor) -> Tensor:
+def _select_head(i: int, t: Tensor) -> Tensor:
     return t.select(-3, i if t.shape[-3] > 1 else 0)
 
 
@@ -342,8 +348,10 @@ def tasks(
     A kernel gets as few pieces as possible. Without a kernel, the scores of each piece are few
     enough to be held.
     """
-    if _by_kernel(q, k, v, mask):
-        yield from ((r, c, None, square) for r, c, square in _together(rows, keys, causal))
+    if _kernel_applies(q, k, v, mask):
+        yield from (
+            (r, c, None, square) for r, c, square in _regions_of_stretches(rows, keys, causal)
+        )
         return
     row_offset = 0
     for start, length in rows:
@@ -357,7 +365,7 @@ def tasks(
             size = max(16, _SCORES // max(1, lead * key_length))
             for row in range(0, length, max(1, size)):
                 some = (start + row, min(size, length - row))
-                for r, c, square in _visible(some, (key_start, key_length), causal):
+                for r, c, square in _visible_regions(some, (key_start, key_length), causal):
                     own_rows = slice(row_offset + row + r.start, row_offset + row + r.stop)
                     part = (
                         None

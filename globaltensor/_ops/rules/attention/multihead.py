@@ -49,7 +49,7 @@ def _multi_head_attention_forward(
         if use_separate_proj_weight
         else in_proj_weight
     )
-    q, k, v = _projected(query, key, value, weights, in_proj_bias)
+    q, k, v = _project_inputs(query, key, value, weights, in_proj_bias)
     if bias_k is not None and bias_v is not None:
         k, v = (
             torch.cat([t, b.expand(1, t.shape[1], t.shape[2])])
@@ -63,7 +63,11 @@ def _multi_head_attention_forward(
     if add_zero_attn:
         k, v = (torch.cat([t, torch.zeros_like(t[:, :, :1])], 2) for t in (k, v))
     causal = is_causal and key_padding_mask is None and not need_weights
-    mask = None if causal else _mask(attn_mask, key_padding_mask, n, num_heads, k.shape[2], q.dtype)
+    mask = (
+        None
+        if causal
+        else _merge_masks(attn_mask, key_padding_mask, n, num_heads, k.shape[2], q.dtype)
+    )
     dropout = dropout_p if training else 0.0
     shares = None
     if need_weights:
@@ -79,7 +83,7 @@ def _multi_head_attention_forward(
     return out, shares
 
 
-def _projected(
+def _project_inputs(
     query: Tensor, key: Tensor, value: Tensor, weights: Any, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     """Return the three projections.
@@ -106,7 +110,7 @@ def _projected(
     )
 
 
-def _mask(
+def _merge_masks(
     attn_mask: Tensor | None,
     padding: Tensor | None,
     n: int,
@@ -120,15 +124,15 @@ def _mask(
     """
     both = None
     if attn_mask is not None:
-        both = _added(attn_mask, keys, dtype)
+        both = _additive_mask(attn_mask, keys, dtype)
         both = both if both.ndim == 2 else both.unflatten(0, (n, heads))
     if padding is not None:
-        more = _added(padding, keys, dtype)[:, None, None, :]
+        more = _additive_mask(padding, keys, dtype)[:, None, None, :]
         both = more if both is None else both + more
     return both
 
 
-def _added(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
+def _additive_mask(mask: Tensor, keys: int, dtype: torch.dtype) -> Tensor:
     if mask.dtype is torch.bool:
         mask = torch.zeros_like(mask, dtype=dtype).masked_fill(mask, -math.inf)
     more = keys - mask.shape[-1]

@@ -121,7 +121,7 @@ def zigzag_chunks(n: int, parts: int) -> tuple[Rows, ...]:
 # ------------------------------------------------------------------------------------ communication
 
 
-def _dealt(
+def _exchange_rows(
     way: RingLayout, rows: list[Tensor], keys: list[Tensor], back: bool = False
 ) -> list[Tensor]:
     """Exchange tensors [..., n, e] of rows and keys between holders and ranks that work on them.
@@ -138,8 +138,10 @@ def _dealt(
         and max(n for _, n in (*way.rows, *way.keys)) * sum(_row_bytes(t) for t in tensors) > _DEAL
     ):
         del tensors
-        found = [t for _ in range(len(rows)) for t in _dealt(way, [rows.pop(0)], [], back)]
-        return found + [t for _ in range(len(keys)) for t in _dealt(way, [], [keys.pop(0)], back)]
+        found = [t for _ in range(len(rows)) for t in _exchange_rows(way, [rows.pop(0)], [], back)]
+        return found + [
+            t for _ in range(len(keys)) for t in _exchange_rows(way, [], [keys.pop(0)], back)
+        ]
     comm = world().comm(way.ring)
     me, p = comm.index, comm.size
     moves = []
@@ -151,7 +153,7 @@ def _dealt(
     sends: dict[int, Tensor] = {}
     takes: dict[int, list[list[slice]]] = {}
     for i in range(p):
-        gives = [[s for s, _ in _common(before[me], after[i])] for before, after in moves]
+        gives = [[s for s, _ in _common_slices(before[me], after[i])] for before, after in moves]
         if any(gives):
             sends[i] = torch.cat(
                 [
@@ -162,7 +164,12 @@ def _dealt(
             )
         # The sender goes through its own stretches in order, so the pieces arrive in that order.
         takes[i] = [
-            [s for s, _ in sorted(_common(after[me], before[i]), key=lambda pair: pair[1].start)]
+            [
+                s
+                for s, _ in sorted(
+                    _common_slices(after[me], before[i]), key=lambda pair: pair[1].start
+                )
+            ]
             for before, after in moves
         ]
     takes = {i: some for i, some in takes.items() if any(some)}
@@ -199,7 +206,7 @@ def _row_bytes(t: Tensor) -> int:
     return math.prod(t.shape[:-2]) * t.shape[-1] * t.element_size()
 
 
-def _common(own_rows: Rows, peer_rows: Rows) -> list[tuple[slice, slice]]:
+def _common_slices(own_rows: Rows, peer_rows: Rows) -> list[tuple[slice, slice]]:
     """Return the rows that both have, as pairs of slices of the one and of the other."""
     overlaps, own_offset = [], 0
     for a, n in own_rows:
@@ -218,7 +225,7 @@ def _common(own_rows: Rows, peer_rows: Rows) -> list[tuple[slice, slice]]:
     return overlaps
 
 
-class _Round:
+class _RingPass:
     """The rounds of a ring, seen by one of its ranks.
 
     The object knows which block the rank has, if the rank gets another one, and what the rank sends
@@ -237,20 +244,20 @@ class _Round:
         """Return the index of the rank whose keys this rank has in round ``t``."""
         return (self.me - t) % self.p
 
-    def has(self, t: int) -> bool:
+    def has_block(self, t: int) -> bool:
         return t <= self.hops[self.block(t)]
 
-    def sizes(self, j: int) -> list[int]:
+    def block_sizes(self, j: int) -> list[int]:
         """Return the number of elements of rank j's keys, and of its values."""
         n = sum(length for _, length in self.keys[j])
         return [each * n for each in self.each]
 
-    def opened(self, flat: Block, j: int) -> tuple[Tensor, Tensor]:
+    def unpack_block(self, flat: Block, j: int) -> tuple[Tensor, Tensor]:
         """Return the keys and the values of rank j's block."""
         if isinstance(flat, tuple):
             return flat
         n = sum(length for _, length in self.keys[j])
-        k, v = flat.split_with_sizes(self.sizes(j))
+        k, v = flat.split_with_sizes(self.block_sizes(j))
         return k.view(*self.shapes[0][:-2], n, self.shapes[0][-1]), v.view(
             *self.shapes[1][:-2], n, self.shapes[1][-1]
         )
@@ -269,12 +276,14 @@ class _Round:
             else {}
         )
         takes = (
-            {(self.me - 1) % self.p: sum(self.sizes(self.block(t + 1)))} if self.has(t + 1) else {}
+            {(self.me - 1) % self.p: sum(self.block_sizes(self.block(t + 1)))}
+            if self.has_block(t + 1)
+            else {}
         )
         started = self.comm.exchange_async(sends, takes, like)
         return lambda: next(iter(started.wait().values()), None)
 
-    def hand_on(
+    def pass_on_gradients(
         self, t: int, sums: Tensor | None, like: Tensor
     ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
         """Start passing on the gradients of round ``t``'s block, with this rank's contribution.
@@ -288,7 +297,7 @@ class _Round:
             return lambda: (None, sums)
         goes_on, comes, last = (
             t + 1 <= self.hops[j],
-            t + 1 < self.count and self.has(t + 1),
+            t + 1 < self.count and self.has_block(t + 1),
             self.hops[me],
         )
         sends: dict[int, Tensor] = {}
@@ -296,9 +305,9 @@ class _Round:
         if sums is not None and (goes_on or t):
             sends[(me + 1) % p if goes_on else j] = sums
         if comes:
-            takes[(me - 1) % p] = sum(self.sizes(self.block(t + 1)))
+            takes[(me - 1) % p] = sum(self.block_sizes(self.block(t + 1)))
         if t and t == last:
-            takes[(me + t) % p] = sum(self.sizes(me))
+            takes[(me + t) % p] = sum(self.block_sizes(me))
         started = self.comm.exchange_async(sends, takes, like)
 
         def arrived() -> tuple[Tensor | None, Tensor | None]:
@@ -311,7 +320,7 @@ class _Round:
         return arrived
 
 
-def _packed(k: Tensor, v: Tensor) -> Tensor:
+def _pack_block(k: Tensor, v: Tensor) -> Tensor:
     return torch.cat([flatten(k), flatten(v)])
 
 
@@ -339,34 +348,34 @@ def ring_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: Ri
         )
         or not torch.is_grad_enabled()
     ):
-        with _uncast(q):
+        with _no_autocast(q):
             return _forward(q, k, v, mask, way)[0]
-    return _Attend.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
+    return _RingAttention.apply(q, k, v, mask, way)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
 ) -> tuple[Tensor, Tensor]:
     """Return the (result, log-sum-exp of the rows as they are worked on)."""
-    if _dry(way):
+    if _is_dry_run(way):
         lead = shared(q, k, v)
         return q.new_empty(*lead, q.shape[-2], v.shape[-1]), q.new_empty(
-            *lead, _worked_on(way), 1, dtype=_kind(q)
+            *lead, _num_work_rows(way), 1, dtype=_accumulation_dtype(q)
         )
-    shares = _shares(q, k, v, way)
+    shares = _head_selectors(q, k, v, way)
     if len(shares) == 1:
-        return _some_forward(q, k, v, mask, way)
+        return _forward_heads(q, k, v, mask, way)
     lead = shared(q, k, v)
     out = q.new_empty(*lead, q.shape[-2], v.shape[-1])
-    total = q.new_empty(*lead, _worked_on(way), 1, dtype=_kind(q))
+    total = q.new_empty(*lead, _num_work_rows(way), 1, dtype=_accumulation_dtype(q))
     for of in shares:
-        some, its = _some_forward(of(q), of(k), of(v), None if mask is None else of(mask), way)
+        some, its = _forward_heads(of(q), of(k), of(v), None if mask is None else of(mask), way)
         of(out).copy_(some)
         of(total).copy_(its)
     return out, total
 
 
-def _dry(way: RingLayout) -> bool:
+def _is_dry_run(way: RingLayout) -> bool:
     """Return True in a dry run, where only shapes matter. The ranks still meet, once."""
     this_world = world()
     if this_world.dry:
@@ -375,31 +384,33 @@ def _dry(way: RingLayout) -> bool:
     return this_world.dry
 
 
-def _some_forward(
+def _forward_heads(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
 ) -> tuple[Tensor, Tensor]:
     dtype, lead = q.dtype, shared(q, k, v)
     rows, keys = way.turns
     if way.dealt:
-        q, k, v = _dealt(way, [q], [k, v])
-    ring = _Round(way, k, v)
-    out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=_kind(q))
-    total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=_kind(q))
-    held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
+        q, k, v = _exchange_rows(way, [q], [k, v])
+    ring = _RingPass(way, k, v)
+    out = q.new_zeros(*lead, q.shape[-2], v.shape[-1], dtype=_accumulation_dtype(q))
+    total = q.new_full((*lead, q.shape[-2], 1), -math.inf, dtype=_accumulation_dtype(q))
+    held: Block | None = _pack_block(k, v) if ring.count > 1 else (k, v)
     del k, v  # while the next block arrives, no more than one other block is held
     for t in range(ring.count):
         passing, j = ring.pass_on(t, held, q), ring.block(t)
         if held is not None:
-            _attend_to(out, total, q, *ring.opened(held, j), mask, rows[ring.me], keys[j], way)
+            _attend_block(
+                out, total, q, *ring.unpack_block(held, j), mask, rows[ring.me], keys[j], way
+            )
         held = passing()
         del passing
     if len(way.merged) > 1:
-        out, total = _merged(out, total, way.merged)
+        out, total = _merge_over_ranks(out, total, way.merged)
     out = out.to(dtype)
-    return (_dealt(way, [out], [], back=True)[0] if way.dealt else out), total
+    return (_exchange_rows(way, [out], [], back=True)[0] if way.dealt else out), total
 
 
-def _attend_to(
+def _attend_block(
     out: Tensor,
     total: Tensor,
     q: Tensor,
@@ -422,12 +433,14 @@ def _attend_to(
             )
 
 
-def _kind(t: Tensor) -> torch.dtype:
+def _accumulation_dtype(t: Tensor) -> torch.dtype:
     """Return the dtype in which results are merged and gradients are summed."""
     return torch.float32 if t.dtype in HALF else t.dtype
 
 
-def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[Tensor], Tensor]]:
+def _head_selectors(
+    q: Tensor, k: Tensor, v: Tensor, way: RingLayout
+) -> list[Callable[[Tensor], Tensor]]:
     """Return functions that each select the heads (or samples) that go round the ring at one time.
 
     The selections are the same on every rank. Where rows are dealt, the bytes of rows count as
@@ -444,32 +457,36 @@ def _shares(q: Tensor, k: Tensor, v: Tensor, way: RingLayout) -> list[Callable[[
         for d in range(-3, -1 - min(q.ndim, k.ndim, v.ndim), -1)
         if q.shape[d] > 1 and k.shape[d] == v.shape[d]
     ]
-    parts = _parts(q, [d for d in dims if k.shape[d] == q.shape[d]], max(keys, rows) // _BLOCK)
-    again = _parts(q, [d for d in dims if k.shape[d] == 1], rows // max(keys, len(parts) * _BLOCK))
+    parts = _slice_selectors(
+        q, [d for d in dims if k.shape[d] == q.shape[d]], max(keys, rows) // _BLOCK
+    )
+    again = _slice_selectors(
+        q, [d for d in dims if k.shape[d] == 1], rows // max(keys, len(parts) * _BLOCK)
+    )
     return [lambda t, some=some, more=more: more(some(t)) for some in parts for more in again]  # type: ignore[misc]
 
 
-def _parts(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], Tensor]]:
+def _slice_selectors(q: Tensor, dims: list[int], wanted: int) -> list[Callable[[Tensor], Tensor]]:
     """Cut the longest of these dims into ``wanted`` slices, or into as many as it has elements."""
     if not dims or wanted < 2:
         return [lambda t: t]
     dim = max(dims, key=lambda d: q.shape[d])
     return [
-        partial(_share, dim, *piece)
+        partial(_select_slice, dim, *piece)
         for piece in balanced_split(q.shape[dim], min(q.shape[dim], wanted))
     ]
 
 
-def _share(dim: int, start: int, length: int, t: Tensor) -> Tensor:
+def _select_slice(dim: int, start: int, length: int, t: Tensor) -> Tensor:
     return t if t.ndim < -dim or t.shape[dim] == 1 else t.narrow(dim, start, length)
 
 
-def _worked_on(way: RingLayout) -> int:
+def _num_work_rows(way: RingLayout) -> int:
     """Return the number of rows that this rank works on."""
     return sum(n for _, n in way.turns[0][way.ring.index(world().rank)])
 
 
-def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def _merge_over_ranks(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor, Tensor]:
     """Return, on each of ``ranks``, the result over the keys of all of them."""
     comm = world().comm(ranks)
     top = comm.all_reduce(total, "max")
@@ -480,12 +497,12 @@ def _merged(out: Tensor, total: Tensor, ranks: tuple[int, ...]) -> tuple[Tensor,
     return sums[..., :-1] / weight.masked_fill(weight == 0, 1.0), weight.log() + top
 
 
-class _Attend(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, way: RingLayout
     ) -> Tensor:
-        with _uncast(q):
+        with _no_autocast(q):
             out, total = _forward(q, k, v, mask, way)
         ctx.way = way
         ctx.save_for_backward(q, k, v, mask, out, total)
@@ -495,13 +512,13 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         q, k, v, mask, out, total = ctx.saved_tensors
         needed = ctx.needs_input_grad[:4]
-        with log.exchanges(BACKWARD), _uncast(q):
+        with log.exchanges(BACKWARD), _no_autocast(q):
             if torch.is_grad_enabled():
-                return (*_differentiably(grads[0], q, k, v, mask, ctx.way, needed), None)
+                return (*_differentiable_backward(grads[0], q, k, v, mask, ctx.way, needed), None)
             return (*_backward(grads[0], q, k, v, mask, out, total, ctx.way, needed), None)
 
 
-def _uncast(q: Tensor) -> Any:
+def _no_autocast(q: Tensor) -> Any:
     return contextlib.nullcontext() if q.is_meta else torch.autocast(q.device.type, enabled=False)
 
 
@@ -518,11 +535,11 @@ def _backward(
 ) -> tuple[Tensor | None, ...]:
     grad = grad.clone() if torch_private.is_zero_tensor(grad) else grad
     slopes = torch.zeros_like(mask, dtype=total.dtype) if needed[3] and mask is not None else None
-    shares = _shares(q, k, v, way)
-    if _dry(way):
+    shares = _head_selectors(q, k, v, way)
+    if _is_dry_run(way):
         gradients = [torch.empty_like(t, memory_format=torch.contiguous_format) for t in (q, k, v)]
     elif len(shares) == 1:
-        gradients = _some_backward(grad, q, k, v, mask, out, total, slopes, way)
+        gradients = _backward_heads(grad, q, k, v, mask, out, total, slopes, way)
     else:
         # Keys that several groups of rows share get the sum of the gradients.
         gradients = [
@@ -533,7 +550,7 @@ def _backward(
             masked = (
                 (None, None) if mask is None else (of(mask), None if slopes is None else of(slopes))
             )
-            some = _some_backward(
+            some = _backward_heads(
                 of(grad), of(q), of(k), of(v), masked[0], of(out), of(total), masked[1], way
             )
             for gradient in gradients:
@@ -545,7 +562,7 @@ def _backward(
     )
 
 
-def _some_backward(
+def _backward_heads(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -560,20 +577,20 @@ def _some_backward(
     if len(way.merged) > 1:  # each of these ranks has a partial gradient of the same rows
         grad = world().comm(way.merged).all_reduce(grad)
     if way.dealt:
-        grad, q, out, k, v = _dealt(way, [grad, q, out], [k, v])
+        grad, q, out, k, v = _exchange_rows(way, [grad, q, out], [k, v])
     (rows, keys), dtype, grad = way.turns, q.dtype, grad.contiguous()
-    ring, dq = _Round(way, k, v), torch.zeros_like(q, dtype=total.dtype)
-    held: Block | None = _packed(k, v) if ring.count > 1 else (k, v)
+    ring, dq = _RingPass(way, k, v), torch.zeros_like(q, dtype=total.dtype)
+    held: Block | None = _pack_block(k, v) if ring.count > 1 else (k, v)
     del k, v
     own: Tensor | None = None  # the gradient of the own keys and values, once it returns
-    handing = _none_yet
+    handing = _no_gradients
     for turn in range(ring.count):
         passing, j, sums = ring.pass_on(turn, held, q), ring.block(turn), None
         if held is not None:
-            sums = total.new_zeros(sum(ring.sizes(j)))
-            its = grad, q, *ring.opened(held, j), mask, out, total
-            _attend_to_backward(
-                (dq, *ring.opened(sums, j)), slopes, its, rows[ring.me], keys[j], way
+            sums = total.new_zeros(sum(ring.block_sizes(j)))
+            its = grad, q, *ring.unpack_block(held, j), mask, out, total
+            _attend_block_backward(
+                (dq, *ring.unpack_block(sums, j)), slopes, its, rows[ring.me], keys[j], way
             )
             del its
         held = passing()
@@ -582,23 +599,23 @@ def _some_backward(
         if sums is not None and before is not None:
             sums.add_(before)
         own = own if home is None else home
-        handing = ring.hand_on(turn, sums, total)
+        handing = ring.pass_on_gradients(turn, sums, total)
     home = handing()[1]
     own = own if home is None else home
     assert own is not None
-    found = [dq.to(dtype), *(t.to(dtype) for t in ring.opened(own, ring.me))]
+    found = [dq.to(dtype), *(t.to(dtype) for t in ring.unpack_block(own, ring.me))]
     if not way.dealt:
         return found
     few = found[:1], found[1:]
     del found, grad, q, out, dq, sums, before, home, own, handing
-    return _dealt(way, *few, back=True)
+    return _exchange_rows(way, *few, back=True)
 
 
-def _none_yet() -> tuple[Tensor | None, Tensor | None]:
+def _no_gradients() -> tuple[Tensor | None, Tensor | None]:
     return None, None
 
 
-def _attend_to_backward(
+def _attend_block_backward(
     gradients: tuple[Tensor, Tensor, Tensor],
     slopes: Tensor | None,
     its: tuple[Any, ...],
@@ -632,7 +649,7 @@ def _attend_to_backward(
 # ------------------------------------------------------------------------------- higher derivatives
 
 
-def _differentiably(
+def _differentiable_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -681,7 +698,7 @@ def _differentiably(
 class _AllGatherRows(torch.autograd.Function):
     """The rows [..., n, e] of every rank, concatenated.
 
-    Its backward is `_Scattered`, and the backward of `_Scattered` is this.
+    Its backward is `_ReduceScatterRows`, and the backward of `_ReduceScatterRows` is this.
     """
 
     @staticmethod
@@ -696,10 +713,10 @@ class _AllGatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         with log.exchanges("backward of {}", BACKWARD):
-            return _Scattered.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
+            return _ReduceScatterRows.apply(grads[0], ctx.ranks, ctx.lengths), None, None  # type: ignore[no-untyped-call]
 
 
-class _Scattered(torch.autograd.Function):
+class _ReduceScatterRows(torch.autograd.Function):
     """The sum over the ranks of each rank's own rows."""
 
     @staticmethod

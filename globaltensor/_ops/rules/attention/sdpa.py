@@ -94,7 +94,7 @@ def _describe(
     groups = shapes[0][-1] // max(1, shapes[1][-1]) if enable_gqa and query.ndim > 2 else 1
     if groups > 1 and shapes[1][-1] == shapes[2][-1]:
         named, lead = align([s[:-1] for s in shapes])
-        if _common(query, key, groups):
+        if _key_heads_indivisible(query, key, groups):
             # Query heads are the factor. A rank that has some of them has all key heads.
             named, lead = (
                 [(*n, name) for n, name in zip(named, ("q", None, None), strict=True)],
@@ -121,14 +121,14 @@ def _describe(
     op.local = skip_when_empty(op, F.scaled_dot_product_attention)
 
 
-def _common(query: Arg, key: Arg, groups: int) -> bool:
+def _key_heads_indivisible(query: Arg, key: Arg, groups: int) -> bool:
     """Return True if the ranks that split the query heads cannot split the key heads as evenly.
 
     There are fewer key heads. In this case every rank holds all of them.
     """
-    by_heads = _axes(query.spec, query.ndim - 3)
+    by_heads = _split_axes(query.spec, query.ndim - 3)
     ranks = math.prod(
-        query.spec.placement.shape[a] for a in by_heads or _axes(key.spec, key.ndim - 2)
+        query.spec.placement.shape[a] for a in by_heads or _split_axes(key.spec, key.ndim - 2)
     )
     whole_groups = by_heads and not any(query.spec.layout[a].unit % groups for a in by_heads)
     return bool(key.shape[-3] % ranks) and not whole_groups
@@ -186,26 +186,26 @@ def _attention(
     **how: Any,
 ) -> None:
     sequence = [
-        a for a in (key, value) if min(a.ndim, query.ndim) >= 2 and _axes(a.spec, a.ndim - 2)
+        a for a in (key, value) if min(a.ndim, query.ndim) >= 2 and _split_axes(a.spec, a.ndim - 2)
     ]
-    if sequence or (is_causal and query.ndim >= 2 and _axes(query.spec, query.ndim - 2)):
-        op.compose(_over_sequence)
+    if sequence or (is_causal and query.ndim >= 2 and _split_axes(query.spec, query.ndim - 2)):
+        op.compose(_run_chosen_method)
     _describe(op, query, key, value, attn_mask, dropout_p, is_causal, **how)
 
 
-def _axes(spec: Spec, dim: int) -> list[int]:
+def _split_axes(spec: Spec, dim: int) -> list[int]:
     """Return the axes of more than one rank that split a dim."""
     return [a for a in spec.axes_of(dim) if spec.placement.shape[a] > 1]
 
 
-def _over_sequence(*args: Any, **kwargs: Any) -> Tensor:
+def _run_chosen_method(*args: Any, **kwargs: Any) -> Tensor:
     return _BY[_method.get()](*args, **kwargs)
 
 
 # ---------------------------------------------------------------------------- over a split sequence
 
 
-def _by(method: str) -> Callable[..., Tensor]:
+def _make_attention(method: str) -> Callable[..., Tensor]:
     """Return attention by one method, as a function that has a rule of its own.
 
     Plans are cached by function, so each method has its own plans.
@@ -251,7 +251,9 @@ def _by(method: str) -> Callable[..., Tensor]:
             enable_gqa=enable_gqa,
         )
         op.whole = {_S}
-        call = _Call(op, method, query, key, value, attn_mask, dropout_p, is_causal, scale)
+        call = _SequenceAttention(
+            op, method, query, key, value, attn_mask, dropout_p, is_causal, scale
+        )
         op.menu, op.traffic, op.local = call.menu, call.traffic, call.local
 
     register(scaled_dot_product_attention, describe)
@@ -259,7 +261,7 @@ def _by(method: str) -> Callable[..., Tensor]:
 
 
 @dataclasses.dataclass
-class _Call:
+class _SequenceAttention:
     """One attention over a split sequence, as planned.
 
     Its methods list the admissible signatures of each axis, price a choice, and build what a rank
@@ -298,8 +300,11 @@ class _Call:
         ways = {
             "ring": []
             if self.dropout
-            else [*(self._with_keys(s, unit) for s in rows), *self._merging(q, unit)],
-            "heads": self._by_heads(derived, q),
+            else [
+                *(self._also_split_keys(s, unit) for s in rows),
+                *self._key_split_signatures(q, unit),
+            ],
+            "heads": self._head_signatures(derived, q),
             "gather": rows,
         }
         if self.method == "heads" and self.heads is None:
@@ -313,7 +318,7 @@ class _Call:
         signatures = ways["ring"]
         if self._heads_divide(axis):
             signatures += ways["heads"]
-        if self._held(axis) <= _SMALL or not signatures:
+        if self._local_key_value_bytes(axis) <= _SMALL or not signatures:
             signatures += rows
         # Where the queries are already split over batch or heads, keys and values may be boxed to
         # match.
@@ -322,7 +327,7 @@ class _Call:
             s for s in derived if own is not None and own != _L and s.factor == own
         ]
 
-    def _with_keys(self, rows: Signature, unit: int) -> Signature:
+    def _also_split_keys(self, rows: Signature, unit: int) -> Signature:
         """Return the signature that splits the rows and also the keys."""
         ins = [
             Sbp("split", a.ndim - 2, unit) if a is self.key or a is self.value else e
@@ -330,23 +335,27 @@ class _Call:
         ]
         return Signature(tuple(ins), rows.outs, _L)
 
-    def _merging(self, q: Sbp, unit: int) -> list[Signature]:
+    def _key_split_signatures(self, q: Sbp, unit: int) -> list[Signature]:
         """Return the signatures that split the keys and keep the rows replicated."""
         none = next(
             s
             for s in self.op.derived(0)
             if s.factor is None and not any(e.is_partial for e in s.ins)
         )
-        return [] if q.is_split else [dataclasses.replace(self._with_keys(none, unit), factor=_S)]
+        return (
+            []
+            if q.is_split
+            else [dataclasses.replace(self._also_split_keys(none, unit), factor=_S)]
+        )
 
-    def _by_heads(self, derived: list[Signature], q: Sbp) -> list[Signature]:
+    def _head_signatures(self, derived: list[Signature], q: Sbp) -> list[Signature]:
         found = [s for s in derived if self.heads is not None and s.factor == self.heads]
         if self.dropout or not (q.is_split and q.dim == self.query.ndim - 2):
             return found
         back = Sbp("split", len(self.op.out[0]) - 2, q.unit)
         return [Signature(s.ins, (back,), s.factor) for s in found]
 
-    def _others(self, arg: Arg, axis: int, dim: int | None = None) -> int:
+    def _ranks_of_other_axes(self, arg: Arg, axis: int, dim: int | None = None) -> int:
         """Return the number of ranks over which other axes split an operand, or one dim of it."""
         entries = enumerate(arg.spec.layout)
         return math.prod(
@@ -362,16 +371,19 @@ class _Call:
         if self.op.dims[arg.index][-3] != self.heads:
             return False
         return (
-            arg.shape[-3] % (self._others(arg, axis, arg.ndim - 3) * arg.spec.placement.shape[axis])
+            arg.shape[-3]
+            % (self._ranks_of_other_axes(arg, axis, arg.ndim - 3) * arg.spec.placement.shape[axis])
             == 0
         )
 
-    def _held(self, axis: int) -> int:
-        return (self.key.spec.nbytes + self.value.spec.nbytes) // self._others(self.key, axis)
+    def _local_key_value_bytes(self, axis: int) -> int:
+        return (self.key.spec.nbytes + self.value.spec.nbytes) // self._ranks_of_other_axes(
+            self.key, axis
+        )
 
     # costs
 
-    def _kinds(
+    def _ring_and_merged_axes(
         self, ins: tuple[Spec, ...], factors: dict[Factor, tuple[int, ...]]
     ) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the axes along which keys go round, and those along which results merge."""
@@ -380,7 +392,7 @@ class _Call:
             a for a in factors.get(_L, ()) if self.split_keys(keys.layout[a], self.key)
         ), factors.get(_S, ())
 
-    def _natural(
+    def _computed_spec(
         self, ins: tuple[Spec, ...], out: Spec, factors: dict[Factor, tuple[int, ...]]
     ) -> Spec:
         """Return the spec of the result as it is computed: split as the heads are, if they are."""
@@ -406,7 +418,7 @@ class _Call:
         Included are rounds of a ring, the merging of results, and the boxing back from split heads.
         """
         placement, cluster, out = self.query.spec.placement, current_cluster(), choice.outs[0]
-        ring, merged = self._kinds(choice.ins, choice.factors)
+        ring, merged = self._ring_and_merged_axes(choice.ins, choice.factors)
         seconds = 0.0
         if ring:
             ranks = placement.fiber(placement.flat[0], ring)
@@ -420,7 +432,7 @@ class _Call:
                 * cluster.seconds("exchange", key + value, ranks[:2])
             )
             # Queries, keys and values are dealt out. As many rows of results as of queries return.
-            if self._deals(len(ranks)):
+            if self._uses_zigzag(len(ranks)):
                 seconds += cluster.seconds("all_to_all", 2 * query + key + value, ranks)
         if merged:
             seconds += cluster.seconds(
@@ -428,15 +440,15 @@ class _Call:
                 out.local_numel() * out.dtype.itemsize,
                 placement.fiber(placement.flat[0], merged),
             )
-        natural = self._natural(choice.ins, out, choice.factors)
+        natural = self._computed_spec(choice.ins, out, choice.factors)
         return seconds if natural is out else seconds + plan_boxing(natural, out).seconds
 
     # local functions
 
     def local(self, split: LocalContext) -> Callable[..., Any]:
-        natural = self._natural(split.ins, split.outs[0], split.factors)
+        natural = self._computed_spec(split.ins, split.outs[0], split.factors)
         within = dataclasses.replace(split, outs=(natural,))
-        run = self._inner(within)
+        run = self._local_function(within)
         if self.heads == "q":
             run = _with_own_heads(within, self.query.shape[-3] // self.key.shape[-3], run)
         if natural is split.outs[0]:
@@ -444,15 +456,15 @@ class _Call:
         out, why = split.outs[0], "scaled_dot_product_attention: its result"
         return lambda *args, **kwargs: box(run(*args, **kwargs), natural, out, why=why)
 
-    def _inner(self, split: LocalContext) -> Callable[..., Any]:
-        ring, merged = self._kinds(split.ins, split.factors)
-        rows = self._stretch(split.ins, self.query, split.rank)
+    def _local_function(self, split: LocalContext) -> Callable[..., Any]:
+        ring, merged = self._ring_and_merged_axes(split.ins, split.factors)
+        rows = self._row_range(split.ins, self.query, split.rank)
         if not ring and not merged:
             if not self.causal or not split.is_split(_L):
-                return _plain(self.op, split)
+                return _local_attention(self.op, split)
             if self.dropout:
-                return _plain(self.op, split, rows)
-        way = self._way(split, ring, merged)
+                return _local_attention(self.op, split, rows)
+        way = self._ring_layout(split, ring, merged)
         rounds = (len(way.ring) - 1) * sum(
             split.ins[a.index].local_numel() * a.dtype.itemsize for a in (self.key, self.value)
         )
@@ -499,31 +511,33 @@ class _Call:
 
         return run
 
-    def _deals(self, ranks: int) -> bool:
+    def _uses_zigzag(self, ranks: int) -> bool:
         """Return True if rows are dealt out in pairs, given that the ring's ranks have all rows."""
         n = self.query.shape[-2]
         return self.causal and ranks > 1 and n == self.key.shape[-2] and n // ranks >= _BALANCED
 
-    def _stretch(self, ins: tuple[Spec, ...], arg: Arg, rank: int) -> tuple[int, int]:
+    def _row_range(self, ins: tuple[Spec, ...], arg: Arg, rank: int) -> tuple[int, int]:
         offsets, lengths = ins[arg.index].box(rank)
         return offsets[arg.ndim - 2], lengths[arg.ndim - 2]
 
-    def _way(
+    def _ring_layout(
         self, split: LocalContext, ring: tuple[int, ...], merged: tuple[int, ...]
     ) -> RingLayout:
         placement, rank, ins = self.query.spec.placement, split.rank, split.ins
         members = placement.fiber(rank, ring) if ring else (rank,)
-        rows = tuple(self._stretch(ins, self.query, r) for r in members)
-        keys = tuple(self._stretch(ins, self.key, r) for r in members)
+        rows = tuple(self._row_range(ins, self.query, r) for r in members)
+        keys = tuple(self._row_range(ins, self.key, r) for r in members)
         all_ranks = placement.fiber(rank, (*ring, *merged)) if ring or merged else (rank,)
         holders = sorted(
-            ((r, self._stretch(ins, self.key, r)) for r in all_ranks),
+            ((r, self._row_range(ins, self.key, r)) for r in all_ranks),
             key=lambda held: (held[1], held[0]),
         )
         scale = 1 / math.sqrt(max(1, self.query.shape[-1])) if self.scale is None else self.scale
         n, p = self.query.shape[-2], len(members)
         whole = sum(length for _, length in rows) == n == sum(length for _, length in keys)
-        dealt = (zigzag_chunks(n, p), zigzag_chunks(n, p)) if whole and self._deals(p) else None
+        dealt = (
+            (zigzag_chunks(n, p), zigzag_chunks(n, p)) if whole and self._uses_zigzag(p) else None
+        )
         return RingLayout(
             members,
             placement.fiber(rank, merged) if merged else (rank,),
@@ -536,7 +550,7 @@ class _Call:
         )
 
 
-def _plain(
+def _local_attention(
     op: OpDescription, split: LocalContext, rows: tuple[int, int] | None = None
 ) -> Callable[..., Any]:
     """Return torch's own function, applied to the keys that this rank has.
@@ -567,4 +581,4 @@ def _plain(
     return skip_when_empty(op)(split)
 
 
-_BY: Final = {method: _by(method) for method in METHODS}
+_BY: Final = {method: _make_attention(method) for method in METHODS}

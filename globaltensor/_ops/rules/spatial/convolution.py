@@ -26,7 +26,7 @@ _Bound = Callable[..., dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class _Form:
+class _ConvParameters:
     """The parameters of one kind of convolution call.
 
     ``windows``: the window of each dim of space. ``channels``: input channels of a group, or None
@@ -81,7 +81,7 @@ def _conv(space: int, transposed: bool) -> None:
             )
         lead: Dims = ("n",) if x.ndim == space + 2 else ()
         at = len(lead)
-        room = _room(op, x, at + 1)
+        room = _space_dims(op, x, at + 1)
         if groups == 1:
             kernel: Dims = ("i", "o") if transposed else ("o", "i")
             product(
@@ -95,20 +95,20 @@ def _conv(space: int, transposed: bool) -> None:
                 op.addends = frozenset([bias.index])
                 op.linear = [g | {bias.index} for g in op.linear]
         else:
-            _grouped(op, call, lead, room, transposed)
+            _describe_grouped(op, call, lead, room, transposed)
         windows = {at + 1 + k: _window(call, at + 1 + k, k, space) for k in range(space)}
         lopsided = call["padding"] == "same" and any(
             2 * w.left != w.dilation * (w.kernel - 1) for w in windows.values()
         )
-        form = _Form(
+        form = _ConvParameters(
             function, read, windows, x.shape[at] // groups if groups > 1 else None, lopsided
         )
-        op.local = _local_conv(form, _spread if transposed else _slid)
+        op.local = _local_conv(form, _local_transposed_conv if transposed else _local_direct_conv)
 
     register(function, describe)
 
 
-def _room(op: OpDescription, x: Arg, first: int) -> Dims:
+def _space_dims(op: OpDescription, x: Arg, first: int) -> Dims:
     """Return the names of the dims of space, from ``first`` on, and set ``op.exchanges``.
 
     A dim that is split may stay so, at the price of a halo.
@@ -137,7 +137,7 @@ def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
     )
 
 
-def _grouped(
+def _describe_grouped(
     op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool
 ) -> None:
     """Describe a grouped convolution.
@@ -162,7 +162,7 @@ def _grouped(
 
 
 def _local_conv(
-    form: _Form, over_space: Callable[..., Callable[..., Tensor]]
+    form: _ConvParameters, over_space: Callable[..., Callable[..., Tensor]]
 ) -> Callable[[LocalContext], Callable[..., Any]]:
     """Build the ``local`` of a convolution.
 
@@ -184,7 +184,7 @@ def _local_conv(
             if form.channels is None or lacking
             else {"groups": shape[first - 1] // form.channels}
         )
-        nothing = _nothing(form, split)
+        nothing = _empty_rank_function(form, split)
         if over:
             return over_space(
                 form, split, over, groups, nothing if lacking or 0 in split.out_shape() else None
@@ -198,7 +198,7 @@ def _local_conv(
     return local
 
 
-def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
+def _empty_rank_function(form: _ConvParameters, split: LocalContext) -> Callable[..., Tensor]:
     """Return the function for a rank without elements.
 
     The function returns zeros that stay in the graph, plus the bias.
@@ -217,13 +217,13 @@ def _nothing(form: _Form, split: LocalContext) -> Callable[..., Tensor]:
             ),
         )
         # without input channels, the bias remains
-        return _added(out, bias, call["weight"].ndim - 2)
+        return _add_bias(out, bias, call["weight"].ndim - 2)
 
     return run
 
 
-def _slid(
-    form: _Form,
+def _local_direct_conv(
+    form: _ConvParameters,
     split: LocalContext,
     over: list[int],
     groups: dict[str, int],
@@ -246,8 +246,8 @@ def _slid(
     return run
 
 
-def _spread(
-    form: _Form,
+def _local_transposed_conv(
+    form: _ConvParameters,
     split: LocalContext,
     over: list[int],
     groups: dict[str, int],
@@ -265,7 +265,7 @@ def _spread(
         a, b = offsets[d], offsets[d] + lengths[d]
         low, high = w.sources(a, b)
         if low == high:
-            nothing = nothing or _nothing(form, split)
+            nothing = nothing or _empty_rank_function(form, split)
         sides[d] = (
             low * w.stride - w.left - a,
             b - ((high - 1) * w.stride - w.left + w.dilation * (w.kernel - 1) + 1),
@@ -284,7 +284,7 @@ def _spread(
             form.function(**{**call, "bias": None, "padding": padding, "output_padding": more}),
             sides,
         )
-        return _added(out, bias, len(padding))
+        return _add_bias(out, bias, len(padding))
 
     return run
 
@@ -302,7 +302,7 @@ def _check_bias(weight: Sequence[int], bias: Sequence[int], outputs: int, transp
         )
 
 
-def _added(out: Tensor, bias: Tensor | None, space: int) -> Tensor:
+def _add_bias(out: Tensor, bias: Tensor | None, space: int) -> Tensor:
     """Add the bias in the dtype of ``out``, which is narrower in mixed precision."""
     return out if bias is None else out + bias.to(out.dtype).reshape(-1, *[1] * space)
 

@@ -201,13 +201,15 @@ def moved(
     operand. A position of -1 stands for ``value``, and may occur at the ends only.
     """
 
-    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(positions(a, b))))
+    reach = reach_of(
+        split, dim, dim, lambda a, b: _to_intervals(_unique_positions(positions(a, b)))
+    )
     a, b = interval(split.outs[0], split.rank, dim)
     here = positions(a, b) if a < b else np.empty(0, dtype=np.int64)
     filled = here < 0
     left = len(here) if filled.all() else int(np.argmin(filled))
     right = len(here) - left - int((~filled).sum())
-    order = np.searchsorted(_needed(here), here[left : len(here) - right])
+    order = np.searchsorted(_unique_positions(here), here[left : len(here) - right])
     straight = np.array_equal(order, np.arange(reach.length))
     back = np.array_equal(order, np.arange(reach.length)[::-1])
     index = torch.from_numpy(order).to(world().device(split.outs[0].placement.type))
@@ -229,13 +231,13 @@ def weighed(
     ``taps(a, b)`` returns, for the elements a to b of the result, positions in the operand and
     their weights, both [taps, b - a].
     """
-    reach = reach_of(split, dim, dim, lambda a, b: _runs(_needed(taps(a, b)[0])))
+    reach = reach_of(split, dim, dim, lambda a, b: _to_intervals(_unique_positions(taps(a, b)[0])))
     positions, weights = taps(*interval(split.outs[0], split.rank, dim))
     device, shape = (
         world().device(split.outs[0].placement.type),
         [-1 if d == dim else 1 for d in range(len(split.outs[0].shape))],
     )
-    places = torch.from_numpy(np.searchsorted(_needed(positions), positions)).to(device)
+    places = torch.from_numpy(np.searchsorted(_unique_positions(positions), positions)).to(device)
     shares = torch.from_numpy(weights).to(device)
 
     def run(x: Tensor) -> Tensor:
@@ -250,12 +252,12 @@ def weighed(
     return run
 
 
-def _runs(needed: np.ndarray) -> list[Interval]:
+def _to_intervals(needed: np.ndarray) -> list[Interval]:
     """Return ascending positions as intervals."""
     breaks = np.flatnonzero(np.diff(needed) != 1) + 1
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(needed, breaks) if len(run)]
 
 
-def _needed(positions: np.ndarray) -> np.ndarray:
+def _unique_positions(positions: np.ndarray) -> np.ndarray:
     found = np.unique(positions)
     return found[found >= 0]

@@ -41,7 +41,9 @@ def _interpolate(
     if mode == "area" and split_dims:
         pool = getattr(F, f"adaptive_avg_pool{len(space)}d")
         op.compose(
-            lambda input, *args, **kwargs: pool(input, _sizes(input.shape[2:], size, scale_factor))
+            lambda input, *args, **kwargs: pool(
+                input, _output_sizes(input.shape[2:], size, scale_factor)
+            )
         )
     if mode in (*_NEAREST, *_LINEAR, "bicubic") and not antialias:
         op.exchanges = split_dims
@@ -52,7 +54,7 @@ def _interpolate(
     factors = (
         [None] * len(space)
         if scale_factor is None or recompute_scale_factor
-        else _each(scale_factor, len(space))
+        else _per_dim(scale_factor, len(space))
     )
     align = bool(align_corners)
 
@@ -60,7 +62,7 @@ def _interpolate(
         over = split_room(split)
         if not over:
             return whole(split)
-        steps = [_step(split, d, mode, align, factors[d - 2]) for d in over]
+        steps = [_resize_dim(split, d, mode, align, factors[d - 2]) for d in over]
         rest = len(over) < len(space)
 
         def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -86,20 +88,20 @@ def _interpolate(
     op.local = local
 
 
-def _each(value: Any, n: int) -> list[Any]:
+def _per_dim(value: Any, n: int) -> list[Any]:
     return list(value) if isinstance(value, (tuple, list)) else [value] * n
 
 
-def _sizes(shape: Sequence[int], size: Any, scale_factor: Any) -> list[int]:
+def _output_sizes(shape: Sequence[int], size: Any, scale_factor: Any) -> list[int]:
     if size is not None:
-        return _each(size, len(shape))
+        return _per_dim(size, len(shape))
     return [
         math.floor(float(n * s))
-        for n, s in zip(shape, _each(scale_factor, len(shape)), strict=True)
+        for n, s in zip(shape, _per_dim(scale_factor, len(shape)), strict=True)
     ]
 
 
-def _step(
+def _resize_dim(
     split: LocalContext, d: int, mode: str, align: bool, factor: float | None
 ) -> Callable[[Tensor], Tensor]:
     n, m = split.ins[0].shape[d], split.outs[0].shape[d]

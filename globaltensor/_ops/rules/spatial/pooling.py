@@ -26,7 +26,7 @@ __all__: list[str] = []
 _Pool = Callable[[Tensor, dict[str, Any], dict[int, Window], Sequence[Geometry]], Any]
 
 
-def _reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
+def _argument_reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
     """Return a function that reads the arguments of a call by name.
 
     Arguments without a default come first.
@@ -47,10 +47,10 @@ def _reader(names: str, **defaults: Any) -> Callable[..., dict[str, Any]]:
     return read
 
 
-_read_max = _reader(
+_read_max = _argument_reader(
     "input kernel_size", stride=None, padding=0, dilation=1, ceil_mode=False, return_indices=False
 )
-_read_average = _reader(
+_read_average = _argument_reader(
     "input kernel_size",
     stride=None,
     padding=0,
@@ -58,11 +58,11 @@ _read_average = _reader(
     count_include_pad=True,
     divisor_override=None,
 )
-_read_adaptive = _reader("input output_size", return_indices=False)
-_read_power = _reader("input norm_type kernel_size", stride=None, ceil_mode=False)
+_read_adaptive = _argument_reader("input output_size", return_indices=False)
+_read_power = _argument_reader("input norm_type kernel_size", stride=None, ceil_mode=False)
 
 
-def _parallel(op: OpDescription, space: int) -> int:
+def _describe_space(op: OpDescription, space: int) -> int:
     """Describe leading dims as parallel and the last ``space`` dims as not split.
 
     Return the number of leading dims. Further operands may have fewer dims; their leading dims
@@ -99,7 +99,7 @@ def _windows(call: dict[str, Any], shape: Sequence[int], lead: int) -> dict[int,
     }
 
 
-def _windowed(
+def _declare_windowed(
     function: Any,
     space: int,
     read: Callable[..., dict[str, Any]],
@@ -113,7 +113,7 @@ def _windowed(
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-        lead = _parallel(op, space)
+        lead = _describe_space(op, space)
         op.local = skip_when_empty(op, function)
         whole = op.local
         x = op.args[0]
@@ -139,7 +139,7 @@ def _windowed(
                 return (
                     pool(part, call, windows, geometry)
                     if 0 not in split.out_shape()
-                    else _nothing(split, part)
+                    else _empty_result(split, part)
                 )
 
             return run
@@ -149,7 +149,7 @@ def _windowed(
     register(function, describe)
 
 
-def _nothing(split: LocalContext, x: Tensor) -> Any:
+def _empty_result(split: LocalContext, x: Tensor) -> Any:
     made = [
         zeros_connected(split.out_shape(i), spec.dtype, [x]) for i, spec in enumerate(split.outs)
     ]
@@ -159,7 +159,7 @@ def _nothing(split: LocalContext, x: Tensor) -> Any:
 # ------------------------------------------------------------------------------------------- maxima
 
 
-def _largest(space: int, indices: bool) -> _Pool:
+def _local_max_pool(space: int, indices: bool) -> _Pool:
     function = getattr(F, f"max_pool{space}d")
 
     def pool(
@@ -199,7 +199,7 @@ def _global_indices(
 # ----------------------------------------------------------------------------------------- averages
 
 
-def _average(space: int) -> _Pool:
+def _local_avg_pool(space: int) -> _Pool:
     function = getattr(F, f"avg_pool{space}d")
 
     def pool(
@@ -211,7 +211,7 @@ def _average(space: int) -> _Pool:
         if call["divisor_override"]:
             return mean * (full / call["divisor_override"])  # type: ignore[no-any-return]
         counts = [
-            _counted(g, w, call["count_include_pad"])
+            _local_divisors(g, w, call["count_include_pad"])
             for g, w in zip(geometry, windows.values(), strict=True)
         ]
         if all(n == w.kernel for per, w in zip(counts, windows.values(), strict=True) for n in per):
@@ -224,7 +224,7 @@ def _average(space: int) -> _Pool:
     return pool
 
 
-def _counted(g: Geometry, w: Window, padding: bool) -> list[int]:
+def _local_divisors(g: Geometry, w: Window, padding: bool) -> list[int]:
     """Return the number of elements by which each local window divides, along one dim.
 
     With ``padding`` the padding counts. Positions beyond the padding never count.
@@ -237,7 +237,7 @@ def _counted(g: Geometry, w: Window, padding: bool) -> list[int]:
 # ------------------------------------------------------------------------------------------- others
 
 
-def _power(function: Any, space: int) -> None:
+def _declare_lp_pool(function: Any, space: int) -> None:
     average = getattr(F, f"avg_pool{space}d")
 
     def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -247,7 +247,7 @@ def _power(function: Any, space: int) -> None:
         return (mean.sign() * mean.abs().relu() * math.prod(kernel)).pow(1.0 / p)  # type: ignore[no-any-return]
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-        lead = _parallel(op, space)
+        lead = _describe_space(op, space)
         x = op.args[0]
         if any(map(x.is_split, range(lead, x.ndim))):
             op.compose(run)
@@ -256,7 +256,7 @@ def _power(function: Any, space: int) -> None:
     register(function, describe)
 
 
-def _adaptive(function: Any, space: int) -> None:
+def _declare_adaptive(function: Any, space: int) -> None:
     """Declare an adaptive pool.
 
     Where the windows divide a split dim evenly, each rank's windows are a pool of the same kind.
@@ -264,7 +264,7 @@ def _adaptive(function: Any, space: int) -> None:
     """
 
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-        lead = _parallel(op, space)
+        lead = _describe_space(op, space)
         op.local = skip_when_empty(op, function)
         whole, x, call = op.local, op.args[0], _read_adaptive(*args, **kwargs)
         asked = (
@@ -294,7 +294,7 @@ def _adaptive(function: Any, space: int) -> None:
                 call = _read_adaptive(*args, **kwargs)
                 x = laid_out(call["input"], geometry)
                 if 0 in out_shape:
-                    return _nothing(split, x)
+                    return _empty_result(split, x)
                 if len(split.outs) == 1:
                     return function(x, out_shape[lead:])
                 values, at = function(x, out_shape[lead:], *[True] * bool(call["return_indices"]))
@@ -309,9 +309,9 @@ def _adaptive(function: Any, space: int) -> None:
     register(function, describe)
 
 
-def _fractional(function: Any, space: int) -> None:
+def _declare_fractional(function: Any, space: int) -> None:
     def describe(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-        lead = _parallel(op, space)
+        lead = _describe_space(op, space)
         op.random = len(op.args) == 1
         # Samples are given for each channel of each element of the batch. There may be more of them
         # than the batch has elements. Without a batch the first ones count.
@@ -335,15 +335,16 @@ def _declare() -> None:
         for where in (F, torch):
             for kind, declare in (
                 ("max_pool{}d", lambda f,
-                    n: _windowed(f, n, _read_max, _largest(n, False), lowest=True)),
+                    n: _declare_windowed(f, n, _read_max, _local_max_pool(n, False), lowest=True)),
                 ("max_pool{}d_with_indices", lambda f,
-                    n: _windowed(f, n, _read_max, _largest(n, True), lowest=True)),
-                ("avg_pool{}d", lambda f, n: _windowed(f, n, _read_average, _average(n))),
-                ("lp_pool{}d", _power), ("adaptive_avg_pool{}d", _adaptive),
-                ("adaptive_max_pool{}d", _adaptive),
-                ("adaptive_max_pool{}d_with_indices", _adaptive),
-                ("fractional_max_pool{}d", _fractional),
-                ("fractional_max_pool{}d_with_indices", _fractional),
+                    n: _declare_windowed(f, n, _read_max, _local_max_pool(n, True), lowest=True)),
+                ("avg_pool{}d", lambda f,
+                    n: _declare_windowed(f, n, _read_average, _local_avg_pool(n))),
+                ("lp_pool{}d", _declare_lp_pool), ("adaptive_avg_pool{}d", _declare_adaptive),
+                ("adaptive_max_pool{}d", _declare_adaptive),
+                ("adaptive_max_pool{}d_with_indices", _declare_adaptive),
+                ("fractional_max_pool{}d", _declare_fractional),
+                ("fractional_max_pool{}d_with_indices", _declare_fractional),
             ):  # fmt: skip
                 function = getattr(where, kind.format(space), None)
                 if callable(function) and function not in RULES:

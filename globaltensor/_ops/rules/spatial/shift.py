@@ -27,7 +27,7 @@ __all__: list[str] = []
 _Positions = Callable[[int, int], np.ndarray]
 
 
-def _moves(
+def _describe_moves(
     op: OpDescription,
     x: Arg,
     places: dict[int, _Positions],
@@ -68,7 +68,7 @@ def _flip(op: OpDescription, input: Arg, dims: Any, *more: int) -> None:
     def backwards(n: int) -> _Positions:
         return lambda a, b: np.arange(n - 1 - a, n - 1 - b, -1)
 
-    _moves(
+    _describe_moves(
         op,
         input,
         {
@@ -93,10 +93,10 @@ def _rot90(op: OpDescription, input: Arg, k: int = 1, dims: Sequence[int] = (0, 
     op.out = [op.dims[0]]
     passes(op)
     if k % 4 and any(map(input.is_split, turned)):
-        op.compose(_turned)
+        op.compose(_rotate90)
 
 
-def _turned(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+def _rotate90(input: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
     if k % 4 == 2:
         return input.flip(dims)
     return input.flip(dims[1 if k % 4 == 1 else 0]).transpose(*dims)
@@ -119,10 +119,10 @@ def _roll(op: OpDescription, input: Arg, shifts: Any = None, dims: Any = None, *
     def rest(part: Tensor, whole: list[int]) -> Tensor:
         return part.roll([total[d] for d in whole], whole) if whole else part
 
-    _moves(op, input, {d: rolled(input.shape[d], n) for d, n in total.items()}, rest)
+    _describe_moves(op, input, {d: rolled(input.shape[d], n) for d, n in total.items()}, rest)
 
 
-def _padded(n: int, left: int, mode: str) -> _Positions:
+def _padded_positions(n: int, left: int, mode: str) -> _Positions:
     def positions(a: int, b: int) -> np.ndarray:
         at = np.arange(a, b) - left
         if mode == "circular":
@@ -167,10 +167,10 @@ def _pad(
             F.pad(dummy_like(part, *[n or 1 for n in part.shape]), local_pad, mode, value),
         )
 
-    _moves(
+    _describe_moves(
         op,
         input,
-        {d: _padded(input.shape[d], left, mode) for d, (left, _) in sides.items()},
+        {d: _padded_positions(input.shape[d], left, mode) for d, (left, _) in sides.items()},
         rest,
         value or 0.0,
     )
@@ -196,13 +196,15 @@ def _repeat(op: OpDescription, input: Arg, *args: Any, **kwargs: Any) -> None:
     def rest(part: Tensor, whole: list[int]) -> Tensor:
         return part.repeat([n if d in whole else 1 for d, n in enumerate(times)])
 
-    _moves(op, input, {d: again(input.shape[d]) for d, n in enumerate(times) if n != 1}, rest)
+    _describe_moves(
+        op, input, {d: again(input.shape[d]) for d, n in enumerate(times) if n != 1}, rest
+    )
 
 
 # --------------------------------------------------------------------------------------- neighbours
 
 
-def _beside(
+def _describe_windows(
     op: OpDescription,
     x: Arg,
     d: int,
@@ -249,7 +251,7 @@ def _diff(
             op.set(other, op.dims[input.index])
     op.linear, op.out = [frozenset(range(len(op.args)))], [op.dims[input.index]]
     if alone:
-        _beside(
+        _describe_windows(
             op,
             input,
             d,
@@ -268,7 +270,7 @@ def _unfold(op: OpDescription, input: Arg, dimension: int, size: int, step: int)
     passes(op)
     if near:
         windows = Window(input.shape[d], size, step, 0)
-        _beside(
+        _describe_windows(
             op,
             input,
             d,

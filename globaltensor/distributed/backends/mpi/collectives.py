@@ -98,7 +98,7 @@ def all_gather(team: Team, tag: int, own_part: Tensor, parts: Sequence[Tensor]) 
 
     The own entry of ``parts`` may be ``own_part`` itself.
     """
-    this_round, others = Round(team, tag), _others(team)
+    this_round, others = Round(team, tag), _other_indexes(team)
     for other in others:
         this_round.send(own_part, other)
     for other in others:
@@ -109,7 +109,7 @@ def all_gather(team: Team, tag: int, own_part: Tensor, parts: Sequence[Tensor]) 
 
 def all_to_all(team: Team, tag: int, sends: Sequence[Tensor], parts: Sequence[Tensor]) -> Steps:
     """Send ``sends[i]`` to the rank at index i, and receive ``parts[i]`` from it."""
-    this_round, others = Round(team, tag), _others(team)
+    this_round, others = Round(team, tag), _other_indexes(team)
     for other in others:
         this_round.send(sends[other], other)
     for other in others:
@@ -126,7 +126,7 @@ def gather(
     if parts is None:
         this_round.send(own_part, root)
     else:
-        for other in _others(team):
+        for other in _other_indexes(team):
             this_round.receive(parts[other], other)
         _copy(own_part, parts[team.index])
     yield this_round
@@ -140,7 +140,7 @@ def scatter(
     if parts is None:
         this_round.receive(own_part, root)
     else:
-        for other in _others(team):
+        for other in _other_indexes(team):
             this_round.send(parts[other], other)
         _copy(parts[team.index], own_part)
     yield this_round
@@ -177,15 +177,19 @@ def all_reduce_pair(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps |
                 Round.begun(team, tag, requests, [], parts).abandon()
                 raise
             if not team.testall(requests):
-                return _folded_later(Round.begun(team, tag, requests, [], parts), parts, t, fold)
+                return _fold_after_round(
+                    Round.begun(team, tag, requests, [], parts), parts, t, fold
+                )
             fold(parts, t)
             return None
-    return _folded_later(
+    return _fold_after_round(
         Round.begun(team, tag, requests, [(other, at, nbytes)], parts), parts, t, fold
     )
 
 
-def _folded_later(this_round: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction) -> Steps:
+def _fold_after_round(
+    this_round: Round, parts: Sequence[Tensor], t: Tensor, fold: Reduction
+) -> Steps:
     yield this_round
     fold(parts, t)
 
@@ -196,8 +200,8 @@ def _all_reduce_large(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     Each round reduces one piece. The next round sends it to all ranks while it is still in the
     cache.
     """
-    chunks, others = _chunks(t, team.size), _others(team)
-    own_chunk, length = chunks[team.index], _piece(t, team.size, chunks[0].numel())
+    chunks, others = _chunks(t, team.size), _other_indexes(team)
+    own_chunk, length = chunks[team.index], _chunk_length(t, team.size, chunks[0].numel())
     memory = Scratch(t, team.size - 1, min(length, own_chunk.numel()))
     for at in range(0, chunks[0].numel() + length, length):
         this_round, piece, done = (
@@ -223,7 +227,7 @@ def _all_reduce_small(team: Team, tag: int, t: Tensor, fold: Reduction) -> Steps
     if team.size <= _FEW:
         parts = [t if i == team.index else torch.empty_like(t) for i in range(team.size)]
         this_round = Round(team, tag)
-        for other in _others(team):
+        for other in _other_indexes(team):
             this_round.send(t, other)
             this_round.receive(parts[other], other)
         yield this_round
@@ -256,19 +260,19 @@ def reduce_scatter(
         return
     flat, total = [chunk.view(-1) for chunk in chunks], out.view(-1)
     longest = max(chunk.numel() for chunk in flat)
-    length = _piece(own_chunk, team.size, longest)
+    length = _chunk_length(own_chunk, team.size, longest)
     memory = Scratch(own_chunk, team.size - 1, min(length, own_chunk.numel()))
     # Every rank takes part in the rounds of the longest chunk, whose length all ranks know. Without
     # an element there is one round too, which compares sizes.
     for at in range(0, max(1, longest), length):
         this_round, rows = Round(team, tag), iter(memory.rows)
-        for other in _others(team):
+        for other in _other_indexes(team):
             if at < max(1, flat[other].numel()):
                 this_round.send(flat[other][at : at + length], other)
         own = own_chunk[at : at + length]
         parts = [own if i == me else next(rows)[: own.numel()] for i in range(team.size)]
         if at < max(1, own_chunk.numel()):
-            for other in _others(team):
+            for other in _other_indexes(team):
                 this_round.receive(parts[other], other)
         yield this_round
         if own.numel():
@@ -330,7 +334,7 @@ class Scratch:
             self._spare.append(self._bytes)
 
 
-def _piece(t: Tensor, size: int, chunk: int) -> int:
+def _chunk_length(t: Tensor, size: int, chunk: int) -> int:
     """Return how many elements of each rank to reduce at once.
 
     ``chunk`` is the number of elements of the longest chunk. The cached memory holds ``most``
@@ -356,7 +360,7 @@ def _chunks(t: Tensor, n: int) -> list[Tensor]:
     return list(t.view(-1).split_with_sizes([length for _, length in balanced_split(t.numel(), n)]))
 
 
-def _others(team: Team) -> Sequence[int]:
+def _other_indexes(team: Team) -> Sequence[int]:
     """Return the indexes of the other ranks, starting with the next one.
 
     So not all ranks send to the first rank at once.

@@ -99,7 +99,7 @@ class Library:
         if self._farewells is None and self.size > 1:
             self._farewells = self.api.COMM_WORLD.Dup()
 
-    def gone(self, ranks: Iterable[int] = ()) -> list[int]:
+    def departed_ranks(self, ranks: Iterable[int] = ()) -> list[int]:
         """Return which of these ranks (in torch's numbering) have left, after a grace period.
 
         After that time none of their messages can still be in transit.
@@ -118,10 +118,10 @@ class Library:
     def abandon(self, requests: list[MPI.Request], tensors: list[Tensor]) -> None:
         """Hold requests and tensors that MPI still works on, and release the finished ones."""
         self.abandoned = [
-            (r, k) for r, k in [*self.abandoned, (requests, tensors)] if not self._over(r)
+            (r, k) for r, k in [*self.abandoned, (requests, tensors)] if not self._requests_done(r)
         ]
 
-    def _over(self, requests: list[MPI.Request]) -> bool:
+    def _requests_done(self, requests: list[MPI.Request]) -> bool:
         with contextlib.suppress(self.api.Exception):
             return bool(self.api.Request.Testall(requests))
         return False
@@ -142,7 +142,7 @@ class Library:
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(1)
-        elif self._all_left() and self._ends_mpi and self._over(said):
+        elif self._all_ranks_left() and self._ends_mpi and self._requests_done(said):
             self.api.Finalize()
 
     def _say_farewell(self) -> list[MPI.Request]:
@@ -155,12 +155,12 @@ class Library:
             if rank != self.rank
         ]
 
-    def _all_left(self) -> bool:
+    def _all_ranks_left(self) -> bool:
         if self._farewells is None:
             return True
         end = time.monotonic() + self.timeout.total_seconds()
         while time.monotonic() < end:
-            self.gone()
+            self.departed_ranks()
             if len(self._left) == self.size - 1:
                 return True
             time.sleep(0.002)

@@ -54,7 +54,7 @@ class MpiGroup(dist.ProcessGroup):
         self._store, self._timeout, self._title = store, timeout, name
         self._names = list(ranks) or list(range(size))
         self.library = lib = library()
-        self._places = self._meet(store, rank, size)
+        self._places = self._find_members(store, rank, size)
         if not ranks:
             lib.places, lib.timeout = dict(enumerate(self._places)), timeout
             with lib.one_at_a_time or contextlib.nullcontext():
@@ -74,7 +74,7 @@ class MpiGroup(dist.ProcessGroup):
 
     _together: list[Operation] | None
 
-    def _meet(self, store: Any, rank: int, size: int) -> list[int]:
+    def _find_members(self, store: Any, rank: int, size: int) -> list[int]:
         """Wait for all members, and return their ranks in MPI's world.
 
         MPI's collective functions have no time limit, so none starts before all members have come.
@@ -87,7 +87,7 @@ class MpiGroup(dist.ProcessGroup):
         except RuntimeError as error:
             missing = [self._names[i] for i in range(size) if not store.check([keys[i]])]
             raise WorldError(
-                f"{self._who()}: after {self._timeout.total_seconds():g} s ranks {missing} have "
+                f"{self._label()}: after {self._timeout.total_seconds():g} s ranks {missing} have "
                 f"not joined"
             ) from error
         places_and_sizes = [tuple(map(int, store.get(key).split())) for key in keys]
@@ -95,16 +95,16 @@ class MpiGroup(dist.ProcessGroup):
         if len(set(places)) < size or any(world != lib.size for _, world in places_and_sizes):
             worlds = sorted({world for _, world in places_and_sizes})
             raise WorldError(
-                f"{self._who()}: MPI was started with {' and '.join(map(str, worlds))} "
+                f"{self._label()}: MPI was started with {' and '.join(map(str, worlds))} "
                 f"process(es), not with these {size}; {_NO_MPIRUN}"
             )
         if size < lib.size and not lib.places:
             raise WorldError(
-                f"{self._who()}: MPI was started with {lib.size} processes; {_ONE_GROUP}"
+                f"{self._label()}: MPI was started with {lib.size} processes; {_ONE_GROUP}"
             )
         return places
 
-    def _who(self) -> str:
+    def _label(self) -> str:
         return f"rank {self._names[self.rank()]}: mpi group {self._title} of ranks {self._names}"
 
     # Properties that torch reads
@@ -180,13 +180,13 @@ class MpiGroup(dist.ProcessGroup):
     ) -> Work:
         return self._begin(
             title,
-            memory.around(rounds[0] if len(rounds) == 1 else _one_by_one(rounds)),
+            memory.around(rounds[0] if len(rounds) == 1 else _chain_steps(rounds)),
             outputs,
             options,
             later,
         )
 
-    def _awaited(self, options: Any) -> bool:
+    def _may_run_inline(self, options: Any) -> bool:
         """Return True if the caller waits anyway, and no other thread is inside MPI."""
         return (
             options is not None
@@ -199,8 +199,8 @@ class MpiGroup(dist.ProcessGroup):
         self, title: str, steps: Steps, outputs: Sequence[Tensor], options: Any, later: bool = False
     ) -> Work:
         if not self._alive:
-            raise WorldError(f"{self._who()} was destroyed: {title} is no longer possible")
-        if self._awaited(options):
+            raise WorldError(f"{self._label()} was destroyed: {title} is no longer possible")
+        if self._may_run_inline(options):
             return Operation.at_once(self, steps, outputs, title, options)
         operation = Operation(self, steps, outputs, title, options)
         if self._together is not None:
@@ -217,7 +217,7 @@ class MpiGroup(dist.ProcessGroup):
     def describe_operation(self, title: str, outputs: Sequence[Tensor]) -> str:
         """Return a description of the operation and its ranks, for an error."""
         shapes = ", ".join(f"{str(t.dtype)[6:]} {list(t.shape)}" for t in outputs[:3])
-        return f"{self._who()}: {title}" + (
+        return f"{self._label()}: {title}" + (
             f" of {shapes}{', ...' if len(outputs) > 3 else ''}" if shapes else ""
         )
 
@@ -245,8 +245,8 @@ class MpiGroup(dist.ProcessGroup):
     # Reductions
 
     def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        operands = _listed(tensors)
-        fold = self._fold(opts, operands)
+        operands = _as_list(tensors)
+        fold = self._reduction_for(opts, operands)
         # The usual case takes a shorter path.
         if len(operands) == 1 and fold.factor is None and plain(operands[0]):
             team, t, options = self._team, operands[0], _options(opts)
@@ -254,12 +254,12 @@ class MpiGroup(dist.ProcessGroup):
                 team.size == 2
                 and 0 < t.nbytes <= collectives.EAGER
                 and self._alive
-                and self._awaited(options)
+                and self._may_run_inline(options)
             ):
                 try:
                     steps = collectives.all_reduce_pair(team, self._tag(), t, fold)
                 except WorldError as error:
-                    steps = _raising(error)
+                    steps = _raise_steps(error)
                 if steps is None:
                     return Finished(operands)
             else:
@@ -275,11 +275,11 @@ class MpiGroup(dist.ProcessGroup):
         if t.layout is not torch.strided:
             return all_reduce_sparse(self._team, self._tag(), t, fold)
         return collectives.all_reduce(
-            self._team, self._tag(), self._entering(memory, t, fold, memory.change), fold
+            self._team, self._tag(), self._input_memory(memory, t, fold, memory.change), fold
         )
 
     @staticmethod
-    def _entering(
+    def _input_memory(
         memory: Memory, t: Tensor, fold: Reduction, use: Callable[[Tensor], Tensor]
     ) -> Tensor:
         """Return the memory of a tensor to reduce, scaled if the reduction requires it."""
@@ -289,13 +289,13 @@ class MpiGroup(dist.ProcessGroup):
         return memory.replace(t, scaled) if use == memory.change else scaled
 
     def reduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
-        operands = _listed(tensors)
+        operands = _as_list(tensors)
         root = 0 if opts is None else opts.rootRank
-        fold, memory = self._fold(opts, operands), self._memory()
+        fold, memory = self._reduction_for(opts, operands), self._memory()
         use = memory.change if root == self._team.index else memory.read
         rounds = [
             collectives.reduce(
-                self._team, self._tag(), self._entering(memory, t, fold, use), fold, root
+                self._team, self._tag(), self._input_memory(memory, t, fold, use), fold, root
             )
             for t in operands
         ]
@@ -307,13 +307,13 @@ class MpiGroup(dist.ProcessGroup):
         input_tensors: Sequence[Any],
         opts: Any = None,
     ) -> Work:
-        outs = _listed(output_tensors)
+        outs = _as_list(output_tensors)
         ins = (
             [list(input_tensors)]
             if isinstance(input_tensors[0], Tensor)
             else [list(one) for one in input_tensors]
         )
-        fold, memory, rounds = self._fold(opts, outs), self._memory(), []
+        fold, memory, rounds = self._reduction_for(opts, outs), self._memory(), []
         for out, chunks in zip(outs, ins, strict=True):
             self._check_list("reduce_scatter", "input_list", chunks, out)
             self._check_size("reduce_scatter", "its own input", chunks[self._team.index], out, 1)
@@ -321,7 +321,7 @@ class MpiGroup(dist.ProcessGroup):
                 self._reduce_scattered(
                     memory,
                     out,
-                    [self._entering(memory, c, fold, memory.read) for c in chunks],
+                    [self._input_memory(memory, c, fold, memory.read) for c in chunks],
                     fold,
                 )
             )
@@ -330,10 +330,10 @@ class MpiGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputTensors: Sequence[Tensor], inputTensors: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        fold, memory, rounds = self._fold(opts, outputTensors), self._memory(), []
+        fold, memory, rounds = self._reduction_for(opts, outputTensors), self._memory(), []
         for out, whole in zip(outputTensors, inputTensors, strict=True):
             self._check_size("reduce_scatter_tensor", "input", whole, out, self._team.size)
-            flat = self._entering(memory, whole, fold, memory.read).view(-1)
+            flat = self._input_memory(memory, whole, fold, memory.read).view(-1)
             rounds.append(
                 self._reduce_scattered(
                     memory, out, flat.split_with_sizes([out.numel()] * self._team.size), fold
@@ -355,7 +355,7 @@ class MpiGroup(dist.ProcessGroup):
     ) -> Steps:
         return collectives.reduce_scatter(self._team, self._tag(), chunks, memory.write(out), fold)
 
-    def _fold(self, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
+    def _reduction_for(self, opts: Any, tensors: Sequence[Tensor]) -> Reduction:
         op = dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
         return reduction(op, tensors[0].dtype, self._team.size)
 
@@ -363,7 +363,7 @@ class MpiGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None) -> Work:
         buffers, root = (
-            _listed(tensors),
+            _as_list(tensors),
             0 if opts is None else opts if isinstance(opts, int) else opts.rootRank,
         )
         memory = self._memory()
@@ -377,7 +377,7 @@ class MpiGroup(dist.ProcessGroup):
         input_tensors: Sequence[Tensor] | Tensor,
         opts: Any = None,
     ) -> Work:
-        ins = _listed(input_tensors)
+        ins = _as_list(input_tensors)
         lists = (
             [list(output_tensors)]
             if isinstance(output_tensors[0], Tensor)
@@ -409,7 +409,7 @@ class MpiGroup(dist.ProcessGroup):
         lengths = [len(outs) for outs in output_lists]
         if lengths != [len(input_list)] * self._team.size:
             raise WorldError(
-                f"{self._who()}: all_gather_coalesced has output lists of {lengths} tensors; it "
+                f"{self._label()}: all_gather_coalesced has output lists of {lengths} tensors; it "
                 f"needs {self._team.size} lists, one for each rank of the "
                 f"group, of {len(input_list)}, as many as there are inputs"
             )
@@ -446,7 +446,7 @@ class MpiGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         (own_input,), memory, root = (
-            _listed(input_tensors),
+            _as_list(input_tensors),
             self._memory(),
             0 if opts is None else opts.rootRank,
         )
@@ -466,7 +466,7 @@ class MpiGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         (out,), memory, root = (
-            _listed(output_tensors),
+            _as_list(output_tensors),
             self._memory(),
             0 if opts is None else opts.rootRank,
         )
@@ -506,26 +506,26 @@ class MpiGroup(dist.ProcessGroup):
     ) -> Work:
         memory = self._memory()
         self._check_dtype("all_to_all_single", output, input)
-        parts = self._shares("output", memory.write(output), output_split_sizes)
-        sends = self._shares("input", memory.read(input), input_split_sizes)
+        parts = self._split_rows("output", memory.write(output), output_split_sizes)
+        sends = self._split_rows("input", memory.read(input), input_split_sizes)
         rounds = collectives.all_to_all(self._team, self._tag(), sends, parts)
         return self._start("all_to_all_single", memory, [rounds], [output], _options(opts))
 
     alltoall_base = all_to_all_single
 
-    def _shares(self, what: str, t: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    def _split_rows(self, what: str, t: Tensor, rows: Sequence[int]) -> list[Tensor]:
         size = self._team.size
         length = t.shape[0] if t.ndim else 1
         if not rows:
             if length % size:
                 raise WorldError(
-                    f"{self._who()}: all_to_all_single: the {what}'s {length} rows are not a "
+                    f"{self._label()}: all_to_all_single: the {what}'s {length} rows are not a "
                     f"multiple of {size} ranks; pass {what}_split_sizes"
                 )
             rows = [length // size] * size
         if len(rows) != size or sum(rows) != length:
             raise WorldError(
-                f"{self._who()}: all_to_all_single: {what}_split_sizes {list(rows)} must be "
+                f"{self._label()}: all_to_all_single: {what}_split_sizes {list(rows)} must be "
                 f"{size} numbers that add up to {length} rows"
             )
         row = t.numel() // length if length else 0
@@ -570,7 +570,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._start(
             "send",
             memory,
-            [_sent(self._inbox.team, memory.read(t), dst, tag)],
+            [_send_steps(self._inbox.team, memory.read(t), dst, tag)],
             tensors,
             None,
             later=True,
@@ -583,7 +583,7 @@ class MpiGroup(dist.ProcessGroup):
         return self._start(
             "recv",
             memory,
-            [_alone(Letter(self._inbox, memory.write(t), src, tag))],
+            [_receive_steps(Letter(self._inbox, memory.write(t), src, tag))],
             tensors,
             None,
             later=True,
@@ -597,18 +597,18 @@ class MpiGroup(dist.ProcessGroup):
     def _check_peer(self, what: str, peer: int, tag: int) -> None:
         if not 0 <= peer < self._team.size:
             raise WorldError(
-                f"{self._who()}: {what}: there is no rank {peer} in a group of {self._team.size}"
+                f"{self._label()}: {what}: there is no rank {peer} in a group of {self._team.size}"
             )
         if not 0 <= tag <= self.library.tags:
             raise WorldError(
-                f"{self._who()}: {what}: tag {tag} must be from 0 to {self.library.tags}, the "
+                f"{self._label()}: {what}: tag {tag} must be from 0 to {self.library.tags}, the "
                 f"largest that this MPI has"
             )
 
     def _check_list(self, what: str, name: str, tensors: Sequence[Tensor], like: Tensor) -> None:
         if len(tensors) != self._team.size:
             raise WorldError(
-                f"{self._who()}: {what}: {name} has {len(tensors)} tensors; it needs "
+                f"{self._label()}: {what}: {name} has {len(tensors)} tensors; it needs "
                 f"{self._team.size}, one for each rank of the group"
             )
         for t in tensors:
@@ -617,7 +617,7 @@ class MpiGroup(dist.ProcessGroup):
     def _check_dtype(self, what: str, a: Tensor, b: Tensor) -> None:
         if a.dtype != b.dtype:
             raise WorldError(
-                f"{self._who()}: {what}: tensors of {a.dtype} and of {b.dtype}; all must be of "
+                f"{self._label()}: {what}: tensors of {a.dtype} and of {b.dtype}; all must be of "
                 f"one dtype"
             )
 
@@ -626,12 +626,12 @@ class MpiGroup(dist.ProcessGroup):
         if a.numel() != times * b.numel():
             wanted = f"{times} x {b.numel()}" if times > 1 else str(b.numel())
             raise WorldError(
-                f"{self._who()}: {what}: {name} has {a.numel()} elements (shape {list(a.shape)}); "
-                f"it needs {wanted}"
+                f"{self._label()}: {what}: {name} has {a.numel()} elements "
+                f"(shape {list(a.shape)}); it needs {wanted}"
             )
 
 
-def _listed(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
+def _as_list(tensors: Sequence[Tensor] | Tensor) -> Sequence[Tensor]:
     return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
@@ -643,21 +643,21 @@ def _options(opts: Any) -> Any:
     return opts if hasattr(opts, "timeout") else None
 
 
-def _one_by_one(rounds: Sequence[Steps]) -> Steps:
+def _chain_steps(rounds: Sequence[Steps]) -> Steps:
     for steps in rounds:
         yield from steps
 
 
-def _raising(error: WorldError) -> Steps:
+def _raise_steps(error: WorldError) -> Steps:
     yield from ()
     raise error
 
 
-def _sent(team: Team, t: Tensor, to: int, tag: int) -> Steps:
+def _send_steps(team: Team, t: Tensor, to: int, tag: int) -> Steps:
     this_round = Round(team, tag, shared=False)
     this_round.send(t, to)
     yield this_round
 
 
-def _alone(letter: Letter) -> Steps:
+def _receive_steps(letter: Letter) -> Steps:
     yield letter

@@ -148,14 +148,14 @@ class Operation(dist.Work):
             try:
                 if self._inference:
                     with torch.inference_mode():
-                        self._go_on()
+                        self._run_steps()
                 elif not self.over:
-                    self._go_on()
+                    self._run_steps()
             finally:
                 self._lock.release()
         return self.over
 
-    def _go_on(self) -> None:
+    def _run_steps(self) -> None:
         try:
             while not self.over and (self._step is None or self._step.finished()):
                 self._last, self._step = self._step, next(self._steps, None)
@@ -222,7 +222,7 @@ class Operation(dist.Work):
                 if awaited
                 else "not all that was sent has been received"
             )
-            if gone := self._group.library.gone(awaited):
+            if gone := self._group.library.departed_ranks(awaited):
                 self._fail(f"{_ranks(gone)} left; {missing}")
             elif left := self._step.left() if self._step is not None else []:
                 self._fail(f"{_ranks(left)} gave up (its own error says why); {missing}")
@@ -250,7 +250,7 @@ class Operation(dist.Work):
             else:
                 time.sleep(min(_SHARE * waited, _LONG_NAP))
 
-    def tell(self) -> None:
+    def complete_future(self) -> None:
         """Complete the future, if a caller has requested one.
 
         The future's callbacks run in this call.
@@ -266,7 +266,7 @@ class Operation(dist.Work):
             future.set_result(list(self.outputs))
 
     @property
-    def hooked(self) -> bool:
+    def has_future(self) -> bool:
         """True if a caller has requested the future."""
         return self._future is not None
 
@@ -293,7 +293,7 @@ class Operation(dist.Work):
         if not self.over:
             seconds = timeout.total_seconds()
             self._drive(seconds if seconds > 0 else None)
-            self.tell()
+            self.complete_future()
         if self.error is not None:
             raise self.error
         return True
@@ -324,7 +324,7 @@ class Operation(dist.Work):
             if self._future is None:
                 self._future = Future(devices=devices_of(self.outputs))
         if self.advance():
-            self.tell()
+            self.complete_future()
         else:
             progress().see_to(self)
         return self._future
@@ -361,10 +361,10 @@ class Finished(dist.Work):
 
     def get_future(self) -> Future[Any]:
         """Return a completed future of the outputs."""
-        return fulfilled(self.outputs)
+        return completed_future(self.outputs)
 
 
-def fulfilled(outputs: Sequence[Tensor]) -> Future[Any]:
+def completed_future(outputs: Sequence[Tensor]) -> Future[Any]:
     future: Future[Any] = Future(devices=devices_of(outputs))
     future.set_result(list(outputs))
     return future
@@ -461,18 +461,20 @@ class Progress:
         under_way: list[Operation] = []
         moved = time.perf_counter()
         while not self._ended:
-            news = self._take(under_way)
+            news = self._accept_operations(under_way)
             before = sum(operation.moves for operation in under_way)
             over = [operation for operation in under_way if operation.advance()]
             news |= bool(over) or before != sum(operation.moves for operation in under_way)
             under_way = [operation for operation in under_way if not operation.over]
-            if any(operation.hooked for operation in over) and not self._tell(over, under_way):
+            if any(operation.has_future for operation in over) and not self._complete_futures(
+                over, under_way
+            ):
                 return
             now = time.perf_counter()
             moved = now if news else moved
             self._nap(under_way, now - moved)
 
-    def _take(self, under_way: list[Operation]) -> bool:
+    def _accept_operations(self, under_way: list[Operation]) -> bool:
         """Accept queued operations, and wait for one if there is no other work.
 
         Return True if there was a new one.
@@ -498,7 +500,7 @@ class Progress:
                 under_way.append(operation)
         return len(under_way) > known
 
-    def _tell(self, over: list[Operation], under_way: list[Operation]) -> bool:
+    def _complete_futures(self, over: list[Operation], under_way: list[Operation]) -> bool:
         """Complete futures, and return True if this thread still serves afterwards.
 
         Callbacks of futures may wait for operations themselves, so another thread may serve in the
@@ -513,7 +515,7 @@ class Progress:
         if not self._urgent.empty():
             self._serve()
         for operation in over:
-            operation.tell()
+            operation.complete_future()
         with self._role:
             if self._serving is None and not self._ended:
                 self._serving = me

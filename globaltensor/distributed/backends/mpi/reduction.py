@@ -107,13 +107,13 @@ class Reduction:
         if self._wider is not None:
             parts = [part.to(self._wider) for part in parts]
         if self._wider is None and self._divide is None:
-            return self._folded(parts, out)
+            return self._fold_parts(parts, out)
         total = torch.empty_like(parts[0]) if self._wider is None else parts[0]
-        self._folded(parts, total)
+        self._fold_parts(parts, total)
         out.copy_(total if self._divide is None else total.div_(self._divide))
         return None
 
-    def _folded(self, parts: Sequence[Tensor], out: Tensor) -> None:
+    def _fold_parts(self, parts: Sequence[Tensor], out: Tensor) -> None:
         fold = self._fold
         if len(parts) == 1:
             if out is not parts[0]:
@@ -129,7 +129,7 @@ class Reduction:
     def _unsigned_numbers(self, parts: Sequence[Tensor], out: Tensor) -> None:
         turn = self._unsigned or 0
         signed = [part.view(torch.int64) ^ turn for part in parts]
-        self._folded(signed, signed[0])
+        self._fold_parts(signed, signed[0])
         out.copy_((signed[0] ^ turn).view(torch.uint64))
 
 

@@ -97,7 +97,7 @@ def receive(
     )
 
 
-def _settled(t: Tensor) -> None:
+def _wait_for_kernels(t: Tensor) -> None:
     """Wait for queued kernels of a CUDA tensor.
 
     MPI does not know about kernels that write the data to send, or that read the memory to receive
@@ -144,7 +144,7 @@ class Round:
     def send(self, t: Tensor, to: int) -> None:
         """Start sending to the rank at this index of the team."""
         team = self._team
-        _settled(t)
+        _wait_for_kernels(t)
         self._buffers.append(t)
         for at, nbytes in pieces(t):
             self._requests.append(
@@ -153,7 +153,7 @@ class Round:
 
     def receive(self, t: Tensor, source: int) -> None:
         """Receive the next message from the rank at this index of the team."""
-        _settled(t)
+        _wait_for_kernels(t)
         self._buffers.append(t)
         for at, nbytes in pieces(t):
             self._arriving.append((source, at, nbytes))
@@ -163,11 +163,11 @@ class Round:
 
         Return True if all messages are complete. Raise WorldError for a message of a wrong length.
         """
-        if self._arriving and not self._all_came():
+        if self._arriving and not self._all_arrived():
             return False
         return not self._requests or self._team.testall(self._requests)
 
-    def _all_came(self) -> bool:
+    def _all_arrived(self) -> bool:
         team, status, tag = self._team, self._status, self._tag
         # The pieces from one rank must be received in order. ``silent`` are ranks without a
         # message.
