@@ -87,13 +87,33 @@ def _full(
     return torch.full(shape, _argument(args, kwargs, 1, "fill_value"), **options)
 
 
+def _plain_function(name: str) -> Callable[..., Any]:
+    """Return torch's creation function of this name."""
+    return _tensor if name == "tensor" else getattr(torch, name)  # type: ignore[no-any-return]
+
+
+def _tensor(data: Any, **options: Any) -> Tensor:
+    """Return ``torch.tensor(data, **options)``, but copy a tensor without torch's warning.
+
+    The warning would name a line of this file.
+    """
+    if not isinstance(data, Tensor):
+        return torch.tensor(data, **options)
+    requires_grad = options.pop("requires_grad", False)
+    pin_memory = options.pop("pin_memory", False)
+    copy = data.detach().to(**options, copy=True)
+    copy = copy.pin_memory() if pin_memory else copy
+    return copy.requires_grad_() if requires_grad else copy
+
+
 def _sliced_maker(name: str) -> Make:
     """Return a maker that computes the global tensor on every rank and keeps the rank's shard."""
 
     def make(spec: Spec, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         if spec.placement.coordinate(world().rank) is None:
             return placeholder(spec)
-        whole = getattr(torch, name)(*args, **kwargs, device=world().device(spec.placement.type))
+        device = world().device(spec.placement.type)
+        whole = _plain_function(name)(*args, **kwargs, device=device)
         if name in _OF_DATA and len(spec.placement.flat) > 1:
             if world().compares:
                 check_replicated(whole, spec.placement, name)
@@ -277,7 +297,7 @@ def _run_on_meta(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Te
     """Run torch's own function on the meta device.
 
     It checks the arguments and infers shape and dtype."""
-    return getattr(torch, name)(
+    return _plain_function(name)(
         *args,
         **{
             k: v for k, v in kwargs.items() if k not in ("generator", "requires_grad", "pin_memory")

@@ -448,6 +448,23 @@ def test_a_device_says_the_placements_type() -> None:
     simulate(4, on_ranks)
 
 
+def test_from_a_plain_tensor() -> None:
+    """The copy is made without torch's warning about copies, which would name a line of ours."""
+    data = torch.arange(5.0)
+
+    def on_ranks() -> None:
+        x = flow.tensor(data, placement=LINE, sbp=S0)
+        assert (x.tolist(), x.dtype) == ([0, 1, 2, 3, 4], torch.float32)
+        x.zero_()
+        assert data.tolist() == [0, 1, 2, 3, 4]
+        y = flow.tensor(data=data, dtype=torch.float64, requires_grad=True, placement=ONE, sbp=S0)
+        assert (y.dtype, y.requires_grad, y.is_leaf) == (torch.float64, True, True)
+        with pytest.raises(TypeError):
+            flow.tensor(data, dtype="float64", placement=LINE, sbp=S0)
+
+    simulate(4, on_ranks)
+
+
 def test_from_a_global_tensor() -> None:
     def on_ranks() -> None:
         x = flow.arange(5, dtype=torch.float64, placement=LINE, sbp=S0).requires_grad_()
