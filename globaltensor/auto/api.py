@@ -81,14 +81,14 @@ def plan(
     """
     if objective not in ("time", "memory"):
         raise PlanError(f'objective is "time" or "memory", got {objective!r}')
-    left = _Clock(None if seconds is None else _number("seconds", seconds))
+    left = _Clock(None if seconds is None else _nonnegative_float("seconds", seconds))
     cluster = cluster_of(cluster)
     inputs = (
         example_inputs if isinstance(example_inputs, tuple) else (example_inputs,),
         dict(kwargs or {}),
     )
     if batch is not None:
-        inputs = _of_batch(inputs, batch)
+        inputs = _with_batch_size(inputs, batch)
     limit = nbytes(memory) if memory is not None else cluster.memory or None
     options = Options(
         optimizer_state_ratio=_states(model_or_graph, optimizer_state_ratio), memory=limit
@@ -101,7 +101,7 @@ def plan(
         and len(set(_rows(inputs))) == 1
         and isinstance(model_or_graph, torch.nn.Module)
     ):
-        found = _of_everything(model_or_graph, inputs, cluster, options, left)
+        found = _search_full_space(model_or_graph, inputs, cluster, options, left)
         return named_after(found, model_or_graph)
     calls, where = (
         calls_of(model_or_graph, *inputs, cluster.device),
@@ -137,7 +137,7 @@ def _rows(given: Any) -> list[int]:
     return [t.shape[0] for t in object_tensors(given, []) if t.dim()]
 
 
-def _of_everything(
+def _search_full_space(
     model: torch.nn.Module, inputs: Any, cluster: Cluster, options: Options, left: _Clock
 ) -> Plan:
     """Search for mesh, stages, micro-batches, recomputation and ZeRO too.
@@ -148,17 +148,24 @@ def _of_everything(
     calls, rows = calls_of_model(model, *inputs, cluster.device), _rows(inputs)[0]
 
     def calls_at(n: int) -> Calls:
-        return calls if n == rows else calls_of_model(model, *_of_batch(inputs, n), cluster.device)
+        return (
+            calls
+            if n == rows
+            else calls_of_model(model, *_with_batch_size(inputs, n), cluster.device)
+        )
 
     done = search_pipelines(
         calls_at, rows, cluster, None, options, None, left(LIMITS.pipeline_fraction)
     )
-    on_one_mesh = _on_meshes(done, calls, cluster, options, left)
+    on_one_mesh = _search_one_mesh_plans(done, calls, cluster, options, left)
     known = (
         on_one_mesh.formulation
         if on_one_mesh is not None
         else formulate(
-            calls, cluster, mesh_of(done.mesh if _single(done) else None, cluster), options
+            calls,
+            cluster,
+            mesh_of(done.mesh if _is_intra_op_only(done) else None, cluster),
+            options,
         )
     )
     ways = {
@@ -202,7 +209,7 @@ def _stage(plan: Plan) -> dict[str, Any]:
     return {"lane": 0, "ranks": [0, math.prod(plan.mesh)], **whole}
 
 
-def _single(plan: Plan) -> bool:
+def _is_intra_op_only(plan: Plan) -> bool:
     """Return True if the plan has one mesh and one micro-batch, and only choices of the solver.
 
     It then has one stage, without recomputation and ZeRO.
@@ -215,7 +222,7 @@ def _single(plan: Plan) -> bool:
     )
 
 
-def _on_meshes(
+def _search_one_mesh_plans(
     done: Plan, calls: Calls, cluster: Cluster, options: Options, left: _Clock
 ) -> SearchResult | None:
     """Search by the solver for a plan on one mesh that is better than ``done``.
@@ -235,7 +242,7 @@ def _on_meshes(
             "computing_of_meshes" if nodes <= LIMITS.every_mesh_nodes else "bounds_of_meshes"
         ]
     }
-    first, large = [done.mesh] if _single(done) else [], nodes > LIMITS.one_mesh_nodes
+    first, large = [done.mesh] if _is_intra_op_only(done) else [], nodes > LIMITS.one_mesh_nodes
     best: SearchResult | None = None
     least = min(done.cost, done.seconds)
     for shape in first + sorted(
@@ -376,7 +383,7 @@ def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placeme
     return mesh if isinstance(mesh, Placement) else Placement("cpu", np.arange(size).reshape(shape))
 
 
-def _of_batch(inputs: Any, batch: int) -> Any:
+def _with_batch_size(inputs: Any, batch: int) -> Any:
     """Return the same inputs with ``batch`` rows.
 
     The first tensor changes, and all tensors with as many rows as the first.
@@ -407,7 +414,7 @@ def _resized(t: torch.Tensor, batch: int) -> torch.Tensor:
     )
 
 
-def _number(what: str, value: Any) -> float:
+def _nonnegative_float(what: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
         raise PlanError(f"{what} is a number of at least 0, got {value!r}")
     return float(value)
@@ -417,7 +424,7 @@ def _states(model: Any, states: float | None) -> float:
     from .apply.graphs import states_of
 
     if states is not None:
-        return _number("optimizer_state_ratio", states)
+        return _nonnegative_float("optimizer_state_ratio", states)
     return states_of(model) if isinstance(model, Graph) else 2.0
 
 

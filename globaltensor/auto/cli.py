@@ -241,7 +241,11 @@ def target(name: str) -> Target:
                 + (f"; it has {near}" if near else "")
                 + (f"; did you mean {meant!r}?" if meant else "")
             ) from None
-    if callable(value) and not isinstance(value, (torch.nn.Module, Graph)) and not _is_kind(value):
+    if (
+        callable(value)
+        and not isinstance(value, (torch.nn.Module, Graph))
+        and not _is_model_class(value)
+    ):
         value = value()
     return _read(value, name)
 
@@ -271,40 +275,42 @@ def _imported(module: str) -> Any:
         ) from None
 
 
-def _is_kind(value: Any) -> bool:
+def _is_model_class(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, (torch.nn.Module, Graph))
 
 
 def _read(value: Any, name: str) -> Target:
     """Convert (model, inputs) or (model, inputs, keyword arguments) to a target."""
-    if isinstance(value, (torch.nn.Module, Graph)) or _is_kind(value):
+    if isinstance(value, (torch.nn.Module, Graph)) or _is_model_class(value):
         raise PlanError(
             f"{name} is a model without inputs; give a tuple (model, inputs), or a function that "
             f"returns one, such as: def small(): return Net(), (torch.empty(8, 32),)"
         )
     if not isinstance(value, tuple) or not 2 <= len(value) <= 3:
         raise PlanError(
-            f"{name} provides {_kind(value)}; expected (model, inputs) or (model, inputs, keyword "
-            "arguments)"
+            f"{name} provides {_describe_type(value)}; expected (model, inputs) or (model, inputs, "
+            "keyword arguments)"
         )
     model, inputs, kwargs = (*value, {})[:3]
-    if _is_kind(model):
+    if _is_model_class(model):
         model = model()
     if not isinstance(model, (torch.nn.Module, Graph)):
         raise PlanError(
-            f"{name} provides {_kind(model)} as its model; expected a torch.nn.Module, an "
+            f"{name} provides {_describe_type(model)} as its model; expected a torch.nn.Module, an "
             "nn.Graph, or the class of one"
         )
     if isinstance(inputs, Mapping) and not kwargs:
         inputs, kwargs = (), inputs
     if not isinstance(kwargs, Mapping):
-        raise PlanError(f"{name} provides {_kind(kwargs)} as keyword arguments; expected a dict")
+        raise PlanError(
+            f"{name} provides {_describe_type(kwargs)} as keyword arguments; expected a dict"
+        )
     return Target(
         model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,), dict(kwargs)
     )
 
 
-def _kind(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     name = type(value).__name__

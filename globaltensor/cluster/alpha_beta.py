@@ -54,7 +54,7 @@ def _steps(cluster: Cluster, p: int) -> int:
     return (p - 1).bit_length() if cluster.tree else p - 1
 
 
-def _outwards(cluster: Cluster, group: RankGroup, together: int) -> float:
+def _egress_bandwidth(cluster: Cluster, group: RankGroup, together: int) -> float:
     """Return the bytes per second that leave a node for this group.
 
     That is the group's share of the node's links, and at most what the group's ranks there can
@@ -117,7 +117,7 @@ WITHIN: Final[dict[str, Callable[[Cluster, float, int], Parts]]] = {
 
 def _far_ring(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     p, nodes, local, most = group
-    outwards = _outwards(cluster, group, together)
+    outwards = _egress_bandwidth(cluster, group, together)
     through_all = (
         cluster.launch
         + _steps(cluster, p) * cluster.node_latency
@@ -143,7 +143,7 @@ def _far_double_ring(cluster: Cluster, nbytes: float, group: RankGroup, together
 def _far_all_to_all(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
     p, local = group.ranks, group.local
     # The bytes that one node's ranks hold for others leave the node by links that they share.
-    leaving = local * nbytes * (p - local) / p / _outwards(cluster, group, together)
+    leaving = local * nbytes * (p - local) / p / _egress_bandwidth(cluster, group, together)
     if not cluster.tree:
         fixed = cluster.launch + (p - 1) * cluster.node_latency
     else:
@@ -155,7 +155,7 @@ def _far_all_to_all(cluster: Cluster, nbytes: float, group: RankGroup, together:
 
 def _stream(cluster: Cluster, group: RankGroup, together: int) -> float:
     """Return the bytes per second that one rank sends to another node."""
-    return min(cluster.bandwidth, _outwards(cluster, group._replace(local=1), together))
+    return min(cluster.bandwidth, _egress_bandwidth(cluster, group._replace(local=1), together))
 
 
 def _far_exchange(cluster: Cluster, nbytes: float, group: RankGroup, together: int) -> float:
@@ -170,7 +170,7 @@ def _far_broadcast(cluster: Cluster, nbytes: float, group: RankGroup, together: 
     return (
         cluster.launch
         + _steps(cluster, group.ranks) * cluster.node_latency
-        + nbytes / min(cluster.bandwidth, _outwards(cluster, group, together))
+        + nbytes / min(cluster.bandwidth, _egress_bandwidth(cluster, group, together))
     )
 
 

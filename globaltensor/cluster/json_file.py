@@ -131,7 +131,7 @@ def _scalar(name: str, value: object) -> object:
                 f"{'true or false' if isinstance(default, bool) else 'text'}"
             )
         return value
-    return _whole(name, value) if isinstance(default, int) else _number(name, value)
+    return _integer(name, value) if isinstance(default, int) else _number(name, value)
 
 
 def _number(where: str, value: object) -> float:
@@ -146,7 +146,7 @@ def _number(where: str, value: object) -> float:
         ) from None
 
 
-def _whole(where: str, value: object) -> int:
+def _integer(where: str, value: object) -> int:
     number = _number(where, value)
     if not number.is_integer():
         raise ValueError(f"{where}={value!r}: must be a whole number")
@@ -172,10 +172,10 @@ def _curve(where: str, value: object) -> Curve:
     if missing or not isinstance(curve_fields["points"], list):
         raise ValueError(f"{where}: needs kind, ranks and a list of points (bytes, seconds)")
     ranks, nodes = (
-        _whole(f"{where}.{name}", curve_fields.get(name, 1)) for name in ("ranks", "nodes")
+        _integer(f"{where}.{name}", curve_fields.get(name, 1)) for name in ("ranks", "nodes")
     )
     points = tuple(
-        (_whole(f"{where}.points", n), s)
+        (_integer(f"{where}.points", n), s)
         for n, s in (_pair(f"{where}.points", p) for p in curve_fields["points"])
     )
     try:

@@ -77,7 +77,7 @@ def pooled(values: Sequence[float]) -> list[float]:
     return [2.0**mean for mean, n in pools for _ in range(n)]
 
 
-class _Sampled:
+class _CurveLookup:
     """A lawful curve, prepared for look-ups."""
 
     __slots__ = ("logs", "points", "ranks", "sizes")
@@ -117,10 +117,12 @@ class Curves:
     """The curves of a cluster, by kind and by the number of ranks on one node (0: all ranks)."""
 
     def __init__(self, curves: Iterable[Curve]) -> None:
-        by_kind: dict[str, dict[int, dict[int, _Sampled]]] = {}
+        by_kind: dict[str, dict[int, dict[int, _CurveLookup]]] = {}
         for curve in sorted(curves, key=lambda c: (c.kind, c.ranks, c.nodes)):
             local = 0 if curve.nodes == 1 else max(1, curve.ranks // curve.nodes)
-            by_kind.setdefault(curve.kind, {}).setdefault(local, {})[curve.ranks] = _Sampled(curve)
+            by_kind.setdefault(curve.kind, {}).setdefault(local, {})[curve.ranks] = _CurveLookup(
+                curve
+            )
         self._families = {
             kind: {local: list(by_size.values()) for local, by_size in families.items()}
             for kind, families in by_kind.items()
@@ -145,10 +147,14 @@ class Curves:
                 default=local,
             )
         family = families.get(local)
-        return None if family is None else _among(family, kind, nbytes, ranks, parts)
+        return (
+            None if family is None else _interpolate_group_sizes(family, kind, nbytes, ranks, parts)
+        )
 
 
-def _among(family: list[_Sampled], kind: str, nbytes: float, ranks: int, parts: Parts) -> float:
+def _interpolate_group_sizes(
+    family: list[_CurveLookup], kind: str, nbytes: float, ranks: int, parts: Parts
+) -> float:
     """Return the seconds for ``ranks`` from the curves of measured group sizes.
 
     Between two measured sizes it is a power law. Beyond them the nearest size's time grows as the

@@ -147,7 +147,7 @@ class Cluster:
         time; 0: as many as there is room for. Raises KeyError for another kind.
         """
         if kind in LOCAL:
-            found = self._measured(LOCAL[kind], nbytes, _ALONE) if self.measured else None
+            found = self._measured_seconds(LOCAL[kind], nbytes, _ALONE) if self.measured else None
             return self.memory_latency + nbytes / self.memory_bandwidth if found is None else found
         group = group_of(ranks if isinstance(ranks, int) else tuple(ranks), self.node_size)
         if kind not in WITHIN:
@@ -156,15 +156,19 @@ class Cluster:
                 f"{', '.join(sorted((*WITHIN, *LOCAL)))}"
             )
         if group.nodes == 1:
-            return self._lawful(kind, nbytes, group, 0)
+            return self._consistent_seconds(kind, nbytes, group, 0)
         # A move between nodes takes at least the time of the same move within one node. The move
         # within the node has as many ranks as the node has, or all ranks if they are fewer.
         return max(
-            self._lawful(kind, nbytes, group, together),
-            self._lawful(kind, nbytes, RankGroup(min(group.ranks, self.node_size), 1, 0, 0), 0),
+            self._consistent_seconds(kind, nbytes, group, together),
+            self._consistent_seconds(
+                kind, nbytes, RankGroup(min(group.ranks, self.node_size), 1, 0, 0), 0
+            ),
         )
 
-    def _lawful(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
+    def _consistent_seconds(
+        self, kind: str, nbytes: float, group: RankGroup, together: int
+    ) -> float:
         """Return the time of one move, kept consistent with the times of related moves.
 
         An all-reduce takes no less than either half, and at most twice as long as both halves. An
@@ -176,17 +180,17 @@ class Cluster:
                 return found[kind]
         elif kind == "all_to_all" and (self.measured or self.tree or group.nodes > 1):
             return min(
-                self._priced(kind, nbytes, group, together),
-                self._lawful("all_gather", nbytes * group.ranks, group, together),
+                self._move_seconds(kind, nbytes, group, together),
+                self._consistent_seconds("all_gather", nbytes * group.ranks, group, together),
             )
-        return self._priced(kind, nbytes, group, together)
+        return self._move_seconds(kind, nbytes, group, together)
 
     def _halves(self, nbytes: float, group: RankGroup) -> dict[str, float] | None:
         """Return measured times of all_gather, reduce_scatter and all_reduce.
 
         A missing time follows from the others. Return None where none of them was measured.
         """
-        gather, scatter, whole = (self._measured(kind, nbytes, group) for kind in _HALVES)
+        gather, scatter, whole = (self._measured_seconds(kind, nbytes, group) for kind in _HALVES)
         gather, scatter = (
             gather or scatter or (whole and whole / 2),
             scatter or gather or (whole and whole / 2),
@@ -200,12 +204,12 @@ class Cluster:
             zip(_HALVES, (gather, scatter, min(whole, 2 * (gather + scatter))), strict=True)
         )
 
-    def _priced(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
-        measured_seconds = self._measured(kind, nbytes, group) if self.measured else None
+    def _move_seconds(self, kind: str, nbytes: float, group: RankGroup, together: int) -> float:
+        measured_seconds = self._measured_seconds(kind, nbytes, group) if self.measured else None
         if measured_seconds is None and self.measured and group.ranks > 1:
             # The constants may not have been measured. The measured time of an all_gather is a
             # better estimate. Each rank sends the same number of bytes in it.
-            measured_seconds = self._measured(
+            measured_seconds = self._measured_seconds(
                 "all_gather",
                 nbytes if kind == "all_to_all" else nbytes * group.ranks / (group.ranks - 1),
                 group,
@@ -229,14 +233,14 @@ class Cluster:
         """
         pair = self.seconds("exchange", nbytes, 2)
         group = group_of(2, self.node_size)
-        if self.measured and self._measured("exchange", nbytes, group) is None:
-            # Among p ranks `_priced` returns the time of an all_gather of nbytes * p / (p - 1).
-            # This number falls as p grows, but it stays above ``nbytes``.
-            gathered = self._measured("all_gather", nbytes, group)
+        if self.measured and self._measured_seconds("exchange", nbytes, group) is None:
+            # Among p ranks `_move_seconds` returns the time of an all_gather of
+            # nbytes * p / (p - 1). This number falls as p grows, but it stays above ``nbytes``.
+            gathered = self._measured_seconds("all_gather", nbytes, group)
             return pair if gathered is None else min(pair, gathered)
         return pair
 
-    def _measured(self, kind: str, nbytes: float, group: RankGroup) -> float | None:
+    def _measured_seconds(self, kind: str, nbytes: float, group: RankGroup) -> float | None:
         curves: Curves = self._curves  # type: ignore[attr-defined]
         return curves.seconds(
             kind, nbytes, group.ranks, group.local, lambda kind, n, p: WITHIN[kind](self, n, p)
@@ -247,7 +251,7 @@ class Cluster:
 
         Return None where copies weren't measured. Plans leave this cost out then.
         """
-        return self._measured("copy", 2 * nbytes, _ALONE) if self.measured else None
+        return self._measured_seconds("copy", 2 * nbytes, _ALONE) if self.measured else None
 
     # ------------------------------------------------------------------------------------ kernels
 
@@ -262,7 +266,7 @@ class Cluster:
         efficiency of a cube-shaped matmul grows with its side. Where copies were measured, their
         curve gives the time of memory accesses.
         """
-        moving = self._touching(nbytes, kernels)
+        moving = self._memory_traffic_seconds(nbytes, kernels)
         if not flops:
             return kernels * self.kernel + moving
         name = str(dtype).removeprefix("torch.")
@@ -270,16 +274,16 @@ class Cluster:
         slowed = 1.0 + (half * kernels / flops) ** (1 / 3) if half else 1.0
         return kernels * self.kernel + max(flops * slowed / self.rate(name), moving)
 
-    def _touching(self, nbytes: float, kernels: int) -> float:
+    def _memory_traffic_seconds(self, nbytes: float, kernels: int) -> float:
         """Return the time of reading and writing ``nbytes`` in so many kernels.
 
         It follows the curve of copies where that was measured, because caches make small kernels
         faster.
         """
-        found = self._measured("copy", nbytes / kernels, _ALONE) if self.measured else None
+        found = self._measured_seconds("copy", nbytes / kernels, _ALONE) if self.measured else None
         if found is None:
             return nbytes / self.memory_bandwidth
-        return kernels * (found - (self._measured("copy", 0, _ALONE) or 0.0))
+        return kernels * (found - (self._measured_seconds("copy", 0, _ALONE) or 0.0))
 
     def rate(self, dtype: object = "float32") -> float:
         """Return the floating-point operations per second of large matmuls.

@@ -23,7 +23,7 @@ _GIB: Final = 1 << 30
 _SIZES: Final = tuple(1 << k for k in range(10, 33, 2))
 
 
-def _fitted(kind: str, table: Mapping[int, tuple[float, float]]) -> list[Curve]:
+def _alpha_beta_curves(kind: str, table: Mapping[int, tuple[float, float]]) -> list[Curve]:
     """Return the curves of one node by latency (us) and bandwidth (GB/s), given by ranks.
 
     Bandwidth counts bytes as `seconds` does.
@@ -40,10 +40,10 @@ def _fitted(kind: str, table: Mapping[int, tuple[float, float]]) -> list[Curve]:
 # were measured on H200 (nccl-tests issues 212, 272).
 _GATHERS: Final = {2: (8, 537), 4: (17, 434), 8: (30, 394)}
 _NVSWITCH_H100: Final = (
-    *_fitted("all_gather", _GATHERS),
-    *_fitted("reduce_scatter", _GATHERS),
-    *_fitted("all_reduce", {2: (10, 324), 4: (15, 236), 8: (31, 267)}),
-    *_fitted("all_to_all", {8: (50, 380)}),
+    *_alpha_beta_curves("all_gather", _GATHERS),
+    *_alpha_beta_curves("reduce_scatter", _GATHERS),
+    *_alpha_beta_curves("all_reduce", {2: (10, 324), 4: (15, 236), 8: (31, 267)}),
+    *_alpha_beta_curves("all_to_all", {8: (50, 380)}),
 )
 
 _NVLINK_H100: Final[dict[str, Any]] = {

@@ -106,7 +106,7 @@ class CompiledShape:
                     else contextlib.nullcontext()
                 ):
                     outs.append(self.program(inputs, scale))  # type: ignore[misc]
-        return [_filled(self.captured.structure, iter(out)) for out in outs]
+        return [_fill_outputs(self.captured.structure, iter(out)) for out in outs]
 
     @property
     def module(self) -> Any:
@@ -350,11 +350,11 @@ class Graph:
         if not self._built:
             agree(self.name, Text(settings(self, ())))  # before any code acts on them
         self._attach()
-        args, kwargs = self._brought(args, kwargs)
+        args, kwargs = self._move_to_stages(args, kwargs)
         compared = self._check_inputs(args, kwargs)
         cutting = MicrobatchSplit(args, kwargs, self.config.accumulation if self.training else 1)
         micros = cutting.split()
-        built = self._for(*micros[0], len(micros))
+        built = self._compiled_shape_for(*micros[0], len(micros))
         inputs = object_tensors(kwargs, object_tensors(args, []))
         compare_uses(built.captured.replicated, () if compared else inputs, self.name, built.digest)
         world().history_of_all().record(built.digest)
@@ -391,7 +391,7 @@ class Graph:
         inputs = object_tensors(kwargs, object_tensors(args, []))
         this_world = world()
         if this_world.compares and any(
-            isinstance(t, GlobalTensor) for t in (*self._held_now().tensors, *inputs)
+            isinstance(t, GlobalTensor) for t in (*self._module_state().tensors, *inputs)
         ):
             for i, t in enumerate(inputs):
                 if not isinstance(t, GlobalTensor):
@@ -441,7 +441,7 @@ class Graph:
     def _clear(self) -> None:
         self._held.clear([entry.optimizer for entry in self._optimizers])
 
-    def _held_now(self) -> ModuleState:
+    def _module_state(self) -> ModuleState:
         """Return the state of the modules as they are now."""
         if self._held is None or not self._held.current(self._modules):
             self.__dict__["_held"] = ModuleState(self._modules)
@@ -464,13 +464,13 @@ class Graph:
         )
         self.__dict__["_shared"] = (wanted, zero)
 
-    def _brought(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _move_to_stages(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the arguments on the placements of the stages.
 
         A global tensor that is on no stage's placement (a batch on all ranks, say) is moved to the
         first stage, with its sbp unchanged. Without stages, the arguments are returned unchanged.
         """
-        places = self._places()
+        places = self._stage_placements()
         inputs = object_tensors(kwargs, object_tensors(args, []))
         if not places or not any(
             isinstance(t, GlobalTensor) and t.placement not in places for t in inputs
@@ -486,9 +486,9 @@ class Graph:
         moved_inputs = iter([move_to_stage(t) for t in inputs])
         return replaced_in_objects(args, moved_inputs), replaced_in_objects(kwargs, moved_inputs)
 
-    def _places(self) -> list[Placement]:
+    def _stage_placements(self) -> list[Placement]:
         """Return the placements of the stages that modules are assigned to."""
-        key = self._held_now(), *((b.stage_id, b.placement) for b in self._blocks.values())
+        key = self._module_state(), *((b.stage_id, b.placement) for b in self._blocks.values())
         known = self.__dict__.get("_placements")
         if known is None or known[0] != key:
             known = self.__dict__["_placements"] = (
@@ -501,8 +501,8 @@ class Graph:
 
     def _key(self, args: Any, kwargs: Any) -> Any:
         held = (
-            self._held if self._held is not None else self._held_now()
-        )  # during a call, `_places` has already refreshed it
+            self._held if self._held is not None else self._module_state()
+        )  # during a call, `_stage_placements` has already refreshed it
         given = _shape_of(args), _shape_of(kwargs)
         return (
             *given,
@@ -515,7 +515,7 @@ class Graph:
             rebound(self._built.values()),
         )
 
-    def _for(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
+    def _compiled_shape_for(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         key = self._key(args, kwargs)
         try:
             compiled_shape = self._built.get(key)
@@ -530,7 +530,7 @@ class Graph:
                     self.__dict__["_arranged"] = GRAPH_PLANNERS["auto"](
                         self, args, kwargs
                     )  # the planner may change layouts of parameters
-                    self._held_now()
+                    self._module_state()
                     key = self._key(args, kwargs)
                 compiled_shape = self._build(args, kwargs, micros)
                 self._built[(*key[:-1], rebound([*self._built.values(), compiled_shape]))] = (
@@ -548,9 +548,9 @@ class Graph:
     def _build(self, args: Any, kwargs: Any, micros: int) -> CompiledShape:
         texts: list[str] = []
 
-        def once() -> tuple[tuple[CaptureResult, Sequence[Placement]], Text]:
+        def capture_once() -> tuple[tuple[CaptureResult, Sequence[Placement]], Text]:
             with torch.set_grad_enabled(self.training):
-                captured = self._captured(args, kwargs)
+                captured = self._capture_build(args, kwargs)
                 stages = stages_of(self.name, self._modules, self._blocks, captured.logical)
                 check_captured(self, captured, micros, len(stages))
                 text = Text(
@@ -561,7 +561,7 @@ class Graph:
                 texts[:] = [*text.settings, *text.ops]
                 return (captured, stages), text
 
-        captured, stages = agreed(self.name, once, f"{self.name} was captured")
+        captured, stages = agreed(self.name, capture_once, f"{self.name} was captured")
         built = agreed(
             self.name, lambda: (self._programs(captured, stages, args, kwargs, micros), None)
         )
@@ -580,7 +580,7 @@ class Graph:
         micros: int,
     ) -> CompiledShape:
         """Return this rank's programs. Collective."""
-        outside = [*captured.global_states, *self._held_now().tensors]
+        outside = [*captured.global_states, *self._module_state().tensors]
         owners = {id(local_of(p)): p for p in outside}
         states = [reader(owners.get(id(t), t)) for t in captured.states]
         if self.config.memory is not None:
@@ -601,7 +601,7 @@ class Graph:
             )
         return built
 
-    def _captured(
+    def _capture_build(
         self, args: Any, kwargs: Any, around: Callable[[Any], Any] = lambda hooks: hooks
     ) -> CaptureResult:
         """Capture build() and return the result.
@@ -616,7 +616,7 @@ class Graph:
         }
         kinds = {
             p.placement.type if isinstance(p, GlobalTensor) else p.device.type
-            for p in self._held_now().tensors
+            for p in self._module_state().tensors
         } or {"cpu"}
 
         def build(*args: Any, **kwargs: Any) -> Any:
@@ -748,7 +748,7 @@ def _inputs(micro: tuple[Any, Any]) -> list[torch.Tensor]:
     return list(map(local_of, object_tensors(kwargs, object_tensors(args, []))))
 
 
-def _filled(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _fill_outputs(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """Return build()'s result, filled with this run's tensors."""
     outs: list[torch.Tensor] = []
     this_world = world()

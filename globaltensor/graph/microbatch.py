@@ -41,14 +41,16 @@ class MicrobatchSplit:
         #: Number of blocks of rows if a micro-batch takes rows of each block; 1 if it is a run of
         #: rows.
         self.blocks = (
-            blocks.pop() if len(blocks) == 1 and all(_even(t, n) for t in self.tensors) else 1
+            blocks.pop()
+            if len(blocks) == 1 and all(_splits_locally(t, n) for t in self.tensors)
+            else 1
         )
 
     def split(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
         """Return (args, kwargs) of each micro-batch. Tensors without dims go to each."""
         if self.n == 1:
             return [(self.args, self.kwargs)]
-        columns = [self._parts(t) for t in self.tensors]
+        columns = [self._split_rows(t) for t in self.tensors]
         out = []
         for i in range(self.n):
             these = iter([column[i] for column in columns])
@@ -57,7 +59,7 @@ class MicrobatchSplit:
             )
         return out
 
-    def _parts(self, t: torch.Tensor) -> list[torch.Tensor]:
+    def _split_rows(self, t: torch.Tensor) -> list[torch.Tensor]:
         if not t.dim():
             return [t] * self.n
         if not isinstance(t, GlobalTensor) or _blocks(t) != self.blocks:
@@ -65,7 +67,7 @@ class MicrobatchSplit:
         t = t._materialize()
         spec = t._spec
         part = spec.replace(shape=(spec.shape[0] // self.n, *spec.shape[1:]))
-        if _absent(t._local, spec):
+        if _is_placeholder(t._local, spec):
             return [GlobalTensor.wrap(t._local, part) for _ in range(self.n)]
         return [GlobalTensor.wrap(local, part) for local in t._local.tensor_split(self.n)]
 
@@ -78,9 +80,11 @@ class MicrobatchSplit:
         if len(outs) == 1:
             return first
         columns = list(zip(*[object_tensors(out, []) for out in outs], strict=True))
-        return replaced_in_objects(first, iter([self._joined(list(column)) for column in columns]))
+        return replaced_in_objects(
+            first, iter([self._join_rows(list(column)) for column in columns])
+        )
 
-    def _joined(self, parts: list[torch.Tensor]) -> torch.Tensor:
+    def _join_rows(self, parts: list[torch.Tensor]) -> torch.Tensor:
         first = parts[0]
         if not first.dim():
             return (
@@ -97,7 +101,7 @@ class MicrobatchSplit:
             ):
                 locals_ = list(map(local_of, parts))
                 return GlobalTensor.wrap(
-                    locals_[0] if _absent(locals_[0], spec) else torch.cat(locals_), whole
+                    locals_[0] if _is_placeholder(locals_[0], spec) else torch.cat(locals_), whole
                 )
         joined = torch.cat(parts)
         rows = next((t.shape[0] // self.n for t in self.tensors if t.dim()), 0)
@@ -121,7 +125,7 @@ def _blocks(t: GlobalTensor) -> int:
     return count
 
 
-def _even(t: torch.Tensor, n: int) -> bool:
+def _splits_locally(t: torch.Tensor, n: int) -> bool:
     """Return True if every rank's rows can be split into ``n`` micro-batches without communication.
 
     Each rank's local rows must then be those that it holds of the micro-batches."""
@@ -135,6 +139,6 @@ def _even(t: torch.Tensor, n: int) -> bool:
     )
 
 
-def _absent(local: torch.Tensor, spec: Spec) -> bool:
+def _is_placeholder(local: torch.Tensor, spec: Spec) -> bool:
     """Return True if ``local`` is the placeholder of a rank outside the placement."""
     return not local.numel() and local.dim() != len(spec.shape)

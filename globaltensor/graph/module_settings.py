@@ -116,7 +116,7 @@ class ProxyModule:
             return self._blocks.setdefault(id(self._module), GraphModule())
         if args and args[0] is torch.nn.Module:
             return self._module
-        return _seen(self._module.to(*args, **kwargs), self._blocks)
+        return _as_proxy(self._module.to(*args, **kwargs), self._blocks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._module(*args, **kwargs)
@@ -140,7 +140,7 @@ class ProxyModule:
             and value.__func__ is getattr(WALKS[name], name)
         ):
             return functools.partial(_walk, value, self._blocks)
-        return _seen(value, self._blocks)
+        return _as_proxy(value, self._blocks)
 
     def __setattr__(self, name: str, value: Any) -> None:
         setattr(self._module, name, bare(value))
@@ -150,10 +150,10 @@ class ProxyModule:
 
         The result is a proxy: ``graph.model.get_submodule("layers.3").to(nn.graph.GraphModule)``.
         """
-        return _seen(self._module.get_submodule(target), self._blocks)
+        return _as_proxy(self._module.get_submodule(target), self._blocks)
 
     def __getitem__(self, index: Any) -> Any:
-        return _seen(self._module[index], self._blocks)
+        return _as_proxy(self._module[index], self._blocks)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self._module[index] = bare(value)
@@ -168,7 +168,7 @@ class ProxyModule:
         return hash(self._module)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(_seen(m, self._blocks) for m in self._module)
+        return iter(_as_proxy(m, self._blocks) for m in self._module)
 
     def __len__(self) -> int:
         return len(self._module)
@@ -204,11 +204,11 @@ def bare(value: Any) -> Any:
 def _walk(method: Any, blocks: dict[int, GraphModule], *args: Any, **kwargs: Any) -> Iterator[Any]:
     for found in method(*args, **kwargs):
         yield (
-            (found[0], _seen(found[1], blocks))
+            (found[0], _as_proxy(found[1], blocks))
             if isinstance(found, tuple)
-            else _seen(found, blocks)
+            else _as_proxy(found, blocks)
         )
 
 
-def _seen(value: Any, blocks: dict[int, GraphModule]) -> Any:
+def _as_proxy(value: Any, blocks: dict[int, GraphModule]) -> Any:
     return ProxyModule(value, blocks) if isinstance(value, torch.nn.Module) else value

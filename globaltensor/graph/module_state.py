@@ -67,7 +67,7 @@ class ModuleState:
 
     def clear(self, optimizers: Iterable[Optimizer]) -> None:
         """Clear all gradients, also those of optimizers' parameters outside of the modules."""
-        _clear(self.parameters)
+        _clear_grads(self.parameters)
         params = [
             p
             for optimizer in optimizers
@@ -77,14 +77,14 @@ class ModuleState:
         if len(params) != len(self._stepped) or not all(map(operator.is_, params, self._stepped)):
             known = set(map(id, self.parameters))
             self._stepped, self._besides = params, [p for p in params if id(p) not in known]
-        _clear(self._besides)
+        _clear_grads(self._besides)
 
 
 def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
     return list(itertools.chain.from_iterable(map(dict.values, dicts)))
 
 
-def _clear(parameters: Iterable[torch.Tensor]) -> None:
+def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:
     for p in parameters:
         if not isinstance(p, GlobalTensor) or type(p) not in ORDINARY:
             p.grad = None

@@ -27,11 +27,11 @@ def lines(graph: fx.Graph) -> list[str]:
     The text must be the same on every rank: otherwise the ranks run different graphs. It leaves out
     the sizes of local tensors (`to_local`) and the numbers that a rank computes from them alone,
     which may differ."""
-    own = _of_a_rank(graph)
+    own = _rank_local_nodes(graph)
     return [_line(node, node in own) for node in graph.nodes]
 
 
-def _of_a_rank(graph: fx.Graph) -> set[fx.Node]:
+def _rank_local_nodes(graph: fx.Graph) -> set[fx.Node]:
     """Return the nodes whose plain tensors are this rank's own.
 
     They follow from a rank's local tensor, or serve only such nodes."""

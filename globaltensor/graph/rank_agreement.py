@@ -46,7 +46,7 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
 
     These must be the same on every rank, as must build()."""
     lines = [
-        f"config.{name} = {_shown(value)}"
+        f"config.{name} = {_value_text(value)}"
         for name, value in vars(graph.config).items()
         if name not in ("version", "_asked")
     ]
@@ -72,7 +72,7 @@ def settings(graph: Any, stages: Sequence[Placement]) -> list[str]:
     return lines + [f"stage {k} is on {p!r}" for k, p in enumerate(stages)]
 
 
-def _shown(value: Any) -> str:
+def _value_text(value: Any) -> str:
     """Return a text for a value that is the same on every rank."""
     if isinstance(value, torch.Tensor):
         return (
@@ -87,7 +87,7 @@ def _shown(value: Any) -> str:
 def _number_or_text(value: Any) -> str:
     """Return a text that is equal for equal numbers of different types."""
     numbers = as_numbers(value)
-    return _shown(value) if numbers is None else argument_text(numbers)
+    return _value_text(value) if numbers is None else argument_text(numbers)
 
 
 def seed_of(program: fx.Graph) -> int | None:
@@ -138,7 +138,7 @@ def agree(name: str, report: Text | Exception | None) -> None:
     if report is None or not isinstance(report, Text):
         return
     settings, ops, seeds = zip(*[digest for _, digest in everyone], strict=True)
-    _compare(
+    _check_same_lines(
         name,
         comm,
         settings,
@@ -147,13 +147,13 @@ def agree(name: str, report: Text | Exception | None) -> None:
         "",
         "config, optimizers and stages must be set alike on every rank",
     )
-    _compare(
+    _check_same_lines(
         name, comm, ops, report.ops, "captured another graph", "; the graphs differ from op {} on",
         "build() and its inputs must be the same on every rank: no branch may depend on the "
         "rank, and random numbers that decide a branch need the same seed on every rank",
     )  # fmt: skip
     drawing = {r: seed for r, seed in enumerate(seeds) if seed is not None}
-    odd = _odd(list(drawing.values()))
+    odd = _find_odd_value(list(drawing.values()))
     if odd is not None:
         ranks = list(drawing)
         usual, other = ranks[odd[0]], ranks[odd[1]]
@@ -186,7 +186,7 @@ def _digest(lines: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
 
-def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
+def _find_odd_value(values: Sequence[Any]) -> tuple[int, int] | None:
     """Return (index of the most common value, first index of another value).
 
     Return None if all values are equal. On a tie, the value that comes first counts as the most
@@ -197,7 +197,7 @@ def _odd(values: Sequence[Any]) -> tuple[int, int] | None:
     return values.index(usual), next(i for i, v in enumerate(values) if v != usual)
 
 
-def _compare(
+def _check_same_lines(
     name: str,
     comm: Communicator,
     digests: Sequence[str],
@@ -206,7 +206,7 @@ def _compare(
     where: str,
     advice: str,
 ) -> None:
-    odd = _odd(digests)
+    odd = _find_odd_value(digests)
     if odd is None:
         return
     texts = comm.all_gather_object(list(lines), GRAPH)

@@ -203,7 +203,7 @@ class ShardingPlan:
         for name, a in own_ops.items():
             b = other_ops.get(name)
             if b is not None and a != b:
-                lines.append(f"  {name}: {'; '.join(_parting(a, b))}")
+                lines.append(f"  {name}: {'; '.join(_op_differences(a, b))}")
         return "\n".join(
             [
                 *lines,
@@ -215,7 +215,7 @@ class ShardingPlan:
         )
 
 
-def _parting(a: PlannedOp, b: PlannedOp) -> Iterator[str]:
+def _op_differences(a: PlannedOp, b: PlannedOp) -> Iterator[str]:
     for what in ("function", "module", "stage", "placement"):
         if getattr(a, what) != getattr(b, what):
             yield f"{what} {getattr(a, what)} -> {getattr(b, what)}"
@@ -284,15 +284,15 @@ def _layout(spec: Spec) -> Layout:
 
 def plan_of(graph: fx.Graph) -> ShardingPlan:
     """Return the plan of a logical graph."""
-    return ShardingPlan(tuple(_planned(node) for node in graph.nodes if "came" in node.meta))
+    return ShardingPlan(tuple(_planned_op(node) for node in graph.nodes if "came" in node.meta))
 
 
-def _planned(node: fx.Node) -> PlannedOp:
+def _planned_op(node: fx.Node) -> PlannedOp:
     names = _names(node)
     came, took = node.meta["came"], node.meta["took"]
     operands = []
     for i, (src, taken) in enumerate(zip(came, took, strict=True)):
-        dst = _final(node.meta["boxes"], node.meta["called"], i, taken)
+        dst = _final_spec(node.meta["boxes"], node.meta["called"], i, taken)
         operands.append(
             Operand(
                 names[i] if i < len(names) else "",
@@ -342,7 +342,7 @@ def _names(node: fx.Node) -> list[str]:
     return names
 
 
-def _final(
+def _final_spec(
     boxes: Sequence[tuple[Spec, Spec, str]], called: str, operand: int, taken: Spec | None
 ) -> Spec | None:
     """Return the spec in which an op took an operand: its last boxing's, or else ``taken``."""
@@ -381,7 +381,7 @@ class PlanFollower:
 
         Raises GraphError if an operand cannot be boxed to its planned layout."""
         self._moved.clear()
-        op = self._now()
+        op = self._expected_op()
         tensors = tensors_in(kwargs, tensors_in(args, []))
         if op is None or op.function not in _spellings(func) or len(op.operands) != len(tensors):
             return (
@@ -395,13 +395,13 @@ class PlanFollower:
         called = name_of(func)
         boxed_operands = iter(
             [
-                t if inplace and i == 0 else self._brought(op, i, t, called)
+                t if inplace and i == 0 else self._box_to_plan(op, i, t, called)
                 for i, t in enumerate(tensors)
             ]
         )
         return replaced(args, boxed_operands), replaced(kwargs, boxed_operands)
 
-    def _brought(self, op: PlannedOp, i: int, t: Any, called: str) -> Any:
+    def _box_to_plan(self, op: PlannedOp, i: int, t: Any, called: str) -> Any:
         wanted = op.operands[i].wanted
         if (
             not isinstance(t, GlobalTensor)
@@ -450,7 +450,7 @@ class PlanFollower:
 
         Raises GraphError if the op took an operand in another layout, or if the plan has another op
         here."""
-        op = self._now()
+        op = self._expected_op()
         target = (
             node.target
             if isinstance(node.target, str)
@@ -469,18 +469,19 @@ class PlanFollower:
             )
         self.next += 1
         for i, taken in enumerate(node.meta["took"]):
-            got = _final(node.meta["boxes"], node.meta["called"], i, taken)
+            got = _final_spec(node.meta["boxes"], node.meta["called"], i, taken)
             wanted = op.operands[i].wanted
             if self.strict and wanted and got is not None and _layout(got) != wanted:
                 raise GraphError(
                     f"{op.name} = {op.function} (in {op.module or 'build()'}): the plan wants "
                     f"operand {i} ({op.operands[i].of}) as {_show(wanted)}, "
-                    f"but the op takes it as {_show(_layout(got))}\n{_admitted(func, args, kwargs)}"
+                    f"but the op takes it as {_show(_layout(got))}\n"
+                    f"{_signatures_text(func, args, kwargs)}"
                 )
 
     def finish(self) -> None:
         """Raise GraphError if build() has ended and the plan has more ops."""
-        op = self._now()
+        op = self._expected_op()
         if op is not None:
             where = f"{op.name} = {op.function}, its op {self.next} of {len(self.plan.ops)}"
             raise GraphError(
@@ -488,7 +489,7 @@ class PlanFollower:
                 f"{where}"
             )
 
-    def _now(self) -> PlannedOp | None:
+    def _expected_op(self) -> PlannedOp | None:
         return self.plan.ops[self.next] if self.next < len(self.plan.ops) else None
 
 
@@ -503,7 +504,7 @@ def _spellings(func: Any) -> set[str]:
     return {name, name.strip("_"), {"__get__": "getattr", "__set__": "setattr"}.get(name, name)}
 
 
-def _admitted(func: Any, args: Any, kwargs: Any) -> str:
+def _signatures_text(func: Any, args: Any, kwargs: Any) -> str:
     """Return the signatures of an op on each axis, for messages."""
     rule, tensors = RULES.get(func), tensors_in(kwargs, tensors_in(args, []))
     found = [t._spec.shown for t in tensors if isinstance(t, GlobalTensor)]

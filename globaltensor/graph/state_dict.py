@@ -56,9 +56,9 @@ def load_state_dict(graph: Any, saved: Any, strict: bool = True) -> None:
             schedule.load_state_dict(one)
     if graph._scaler is not None and "grad_scaler" in saved:
         graph._scaler.load_state_dict(saved["grad_scaler"])
-    graph.__dict__["_steps"] = int(_plain(saved.get(STEP, graph._steps)))
+    graph.__dict__["_steps"] = int(_to_plain(saved.get(STEP, graph._steps)))
     if "rng" in saved:
-        torch.set_rng_state(_plain(saved["rng"]))
+        torch.set_rng_state(_to_plain(saved["rng"]))
 
 
 def _check(graph: Any, saved: Any) -> None:
@@ -106,6 +106,6 @@ def not_copied(graph: Any, protocol: Any) -> Any:
     )
 
 
-def _plain(x: Any) -> Any:
+def _to_plain(x: Any) -> Any:
     """Return a plain tensor. `to_global` may have made every tensor of a state global."""
     return gather_global_value(x) if isinstance(x, GlobalTensor) else x

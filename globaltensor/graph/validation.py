@@ -85,7 +85,7 @@ def check_captured(graph: Any, captured: Any, micros: int, stages: int) -> None:
             f"loss.backward() there, or leave out add_optimizer"
         )
     read = {id(t) for t in captured.states}
-    held_ids = {id(p) for p in graph._held_now().tensors}
+    held_ids = {id(p) for p in graph._module_state().tensors}
     for entry in graph._optimizers:
         for group in entry.optimizer.param_groups:
             for p in group["params"]:

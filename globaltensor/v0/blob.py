@@ -247,10 +247,10 @@ def cast_distribute(
 def scoped(blob: Blob) -> Blob:
     """Convert the blob to the view of the current scope."""
     mirrored = recording().scoped_view()
-    return blob if blob.mirrored == mirrored else _viewed(blob, mirrored)
+    return blob if blob.mirrored == mirrored else _convert_view(blob, mirrored)
 
 
-def _viewed(blob: Blob, mirrored: bool) -> Blob:
+def _convert_view(blob: Blob, mirrored: bool) -> Blob:
     """Convert the blob to the other view.
 
     The mirrored view splits a batch over the devices along dim 0. The consistent view concatenates

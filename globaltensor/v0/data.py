@@ -51,12 +51,12 @@ def load_mnist(
         with np.load(packed) as found:
             arrays = [found[name] for name in ("x_train", "y_train", "x_test", "y_test")]
     else:
-        arrays = [read_idx(_found(folder, name)) for name in _FILES]
+        arrays = [read_idx(_find_file(folder, name)) for name in _FILES]
     train = _batches(arrays[0], arrays[1], train_batch_size, data_format)
     return train, _batches(arrays[2], arrays[3], test_batch_size, data_format)
 
 
-def _found(folder: Path, name: str) -> Path:
+def _find_file(folder: Path, name: str) -> Path:
     for candidate in (
         name,
         f"{name}.gz",

@@ -244,13 +244,15 @@ class _Train:
         decay = update.get("weight_decay_conf")
         if decay:
             made._decays(
-                decay["weight_decay_rate"], _named(decay, "includes"), _named(decay, "excludes")
+                decay["weight_decay_rate"],
+                _name_pattern(decay, "includes"),
+                _name_pattern(decay, "excludes"),
             )
         made.secondary = self.rates[1]
         return made
 
 
-def _named(decay: Mapping[str, Any], name: str) -> Any:
+def _name_pattern(decay: Mapping[str, Any], name: str) -> Any:
     return (decay.get(name) or {}).get("pattern")
 
 

@@ -179,8 +179,8 @@ def variance_scaling_initializer(
     ``mode`` sets n: "fan_in", "fan_out" or "fan_avg". ``distribution`` is "truncated_normal",
     "random_normal" or "random_uniform". Raise JobError for others.
     """
-    _among("mode", mode.lower(), _MODES)
-    _among("distribution", distribution.lower(), _DISTRIBUTIONS)
+    _check_choice("mode", mode.lower(), _MODES)
+    _check_choice("distribution", distribution.lower(), _DISTRIBUTIONS)
     return VarianceScaling(float(scale), mode.lower(), distribution.lower(), data_format)
 
 
@@ -210,8 +210,8 @@ def kaiming_initializer(
     ``nonlinearity`` is "leaky_relu", "relu", "tanh", "sigmoid" or None. ``distribution`` is
     "random_normal" or "random_uniform". Raise JobError for others.
     """
-    _among("mode", mode, _MODES)
-    _among("distribution", distribution, _DISTRIBUTIONS[1:])
+    _check_choice("mode", mode, _MODES)
+    _check_choice("distribution", distribution, _DISTRIBUTIONS[1:])
     gains: dict[Any, float] = {
         None: 1.0,
         "sigmoid": 1.0,
@@ -219,14 +219,14 @@ def kaiming_initializer(
         "relu": math.sqrt(2.0),
         "leaky_relu": math.sqrt(2.0 / (1 + negative_slope**2)),
     }
-    _among("nonlinearity", nonlinearity, tuple(gains))
+    _check_choice("nonlinearity", nonlinearity, tuple(gains))
     deviation = gains[nonlinearity] / math.sqrt(fan(shape, mode, data_format))
     if distribution == "random_normal":
         return Normal(0.0, deviation)
     return Uniform(-math.sqrt(3.0) * deviation, math.sqrt(3.0) * deviation)
 
 
-def _among(what: str, value: Any, allowed: tuple[Any, ...]) -> None:
+def _check_choice(what: str, value: Any, allowed: tuple[Any, ...]) -> None:
     if value not in allowed:
         raise JobError(
             f"initializer: {what} is one of {', '.join(map(repr, allowed))}; got {value!r}"

@@ -88,11 +88,11 @@ def dense(
                 **common,
             )
             out = nn.bias_add(out, bias, name="bias_add")
-        out = _activated(activation, out)
+        out = _activate(activation, out)
     return ops.reshape(out, (*inputs.shape[:-1], units)) if len(inputs.shape) > 2 else out
 
 
-def _activated(activation: Activation | None, blob: Blob) -> Blob:
+def _activate(activation: Activation | None, blob: Blob) -> Blob:
     """Apply an activation, passing ``name`` only if its signature has that parameter.
 
     The activations of this interface have it; functions without it are accepted too.
@@ -170,7 +170,7 @@ def _convolution(dims: int, channels_first: str) -> Callable[..., Blob]:
             bias = variable(bias_name, "bias", (filters,), bias_initializer, bias_regularizer)
             out = nn.bias_add(out, bias, data_format, name=f"{name}-bias_add")
         with namespace(name):
-            return _activated(activation, out)
+            return _activate(activation, out)
 
     text = f"""A convolution along {dims} dim{"s" if dims > 1 else ""}, plus a bias: see ``nn.conv{dims}d``. Without a ``kernel_initializer`` the weight starts
     with ``xavier_uniform_initializer``'s values. Variables are named ``weight_name`` and ``bias_name``, by default after the layer. Raises JobError for

@@ -121,7 +121,7 @@ def _unary(op: Callable[..., Any], called: str) -> Callable[..., Any]:
 def _binary(op: Callable[..., Any], called: str) -> Callable[..., Any]:
     def run(x: Any, y: Any, name: str | None = None) -> Blob:
         x, y = (
-            v if isinstance(v, Blob) else _beside(v, x if isinstance(x, Blob) else y)
+            v if isinstance(v, Blob) else _constant_like(v, x if isinstance(x, Blob) else y)
             for v in (x, y)
         )
         return apply(op, x, y, op_name=name)  # type: ignore[no-any-return]
@@ -146,7 +146,7 @@ def _reduction(op: Callable[..., Any], called: str) -> Callable[..., Any]:
     return named(run, called, f"``{called.removeprefix('reduce_')}`` over dims, by default all.")
 
 
-def _beside(value: Any, blob: Any) -> Any:
+def _constant_like(value: Any, blob: Any) -> Any:
     """Record a number as a 0-dim constant blob, because torch's binary functions want two tensors.
 
     ``blob`` is the other operand and sets the dtype: its own if it is floating-point or ``value``

@@ -371,7 +371,7 @@ def pack(input: Blob, pack_num: int, name: str | None = None) -> Blob:
     Raise JobError if the blob's number of pieces does not divide by ``pack_num``.
     """
     input = scoped(input)
-    _gathered("pack", input, pack_num)
+    _check_divides("pack", input, pack_num)
     if not input.shape:
         raise JobError(f"pack: {input!r} has no dims")
     shape = (input.shape[0] * pack_num, *input.shape[1:])
@@ -413,7 +413,7 @@ def acc(one: Blob, max_acc_num: int, name: str | None = None) -> Blob:
     Raise JobError if the blob's number of pieces does not divide by ``max_acc_num``.
     """
     one = scoped(one)
-    _gathered("acc", one, max_acc_num)
+    _check_divides("acc", one, max_acc_num)
     return own_step(
         "acc",
         one,
@@ -426,7 +426,7 @@ def acc(one: Blob, max_acc_num: int, name: str | None = None) -> Blob:
     )
 
 
-def _gathered(what: str, blob: Blob, pieces: Any) -> None:
+def _check_divides(what: str, blob: Blob, pieces: Any) -> None:
     if not isinstance(pieces, int) or pieces < 1 or blob.times % pieces:
         raise JobError(
             f"{what}: {blob!r} comes in {blob.times} piece{'s' if blob.times > 1 else ''}, which "

@@ -276,9 +276,9 @@ def test_waiting_counts_for_what_goes_on_from_a_second_layout() -> None:
     calls = calls_of_model(nn.Linear(8, 16), (torch.empty(4, 8, requires_grad=True),))
     value = next(v for v in calls.values if v.state == "input")
     plain, waiting = (
-        _Builder(calls, MESH, Options(wait=wait), FormulationCache(Cluster(), MESH, True))._onwards(
-            value, [(S(0),)], [(S(0),), (S(1),)]
-        )
+        _Builder(
+            calls, MESH, Options(wait=wait), FormulationCache(Cluster(), MESH, True)
+        )._boxing_seconds(value, [(S(0),)], [(S(0),), (S(1),)])
         for wait in (0, 1)
     )
     np.testing.assert_allclose(waiting - plain, [[0.0, 2.0]])

@@ -271,7 +271,7 @@ def test_whole_steps_stretch_the_cluster() -> None:
 def built_anew(seconds: float) -> list[int]:
     """Return two counts for each build: the previous build's graphs that are still alive, and the
     new graphs."""
-    kept, timed, seen, before = whole._built, whole._timed, [], []
+    kept, timed, seen, before = whole._build_steps, whole._time_steps, [], []
 
     def built(*args: Any) -> Any:
         seen.append(sum(graph() is not None for graph in before))
@@ -280,13 +280,16 @@ def built_anew(seconds: float) -> list[int]:
         seen.append(len(graphs))
         return graphs
 
-    whole._built, whole._timed = built, lambda graphs, clock, seconds: dict.fromkeys(graphs, 1.0)
+    whole._build_steps, whole._time_steps = (
+        built,
+        lambda graphs, clock, seconds: dict.fromkeys(graphs, 1.0),
+    )
     try:
         whole.calibrate_steps(
             Linears(), (torch.empty(4, 8, device="meta"),), {}, Cluster(size=2), MESH, seconds
         )
     finally:
-        whole._built, whole._timed = kept, timed
+        whole._build_steps, whole._time_steps = kept, timed
     return seen
 
 

@@ -709,7 +709,7 @@ def test_the_least_memory_of_a_model_with_hubs_is_that_of_hubs_well_laid() -> No
 
 def test_without_a_limit_no_memory_is_blamed() -> None:
     search = PipelineSearch(Batches(gpt(1), 4), Cluster(size=2), 2, Options(), SearchSpace())
-    assert "memory" not in search._too_little()
+    assert "memory" not in search._no_plan_message()
 
 
 def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:

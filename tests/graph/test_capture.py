@@ -581,7 +581,7 @@ def test_capture_runs_no_kernel() -> None:
     )
     graph = graph_of(model, trained, torch.optim.SGD(model.parameters(), lr=0.1))
     with Allocated() as allocated, torch.enable_grad():
-        graph._for((x,), {}, 1)
+        graph._compiled_shape_for((x,), {}, 1)
     assert not allocated.large
     with Allocated() as allocated:
         graph(x)

@@ -69,7 +69,7 @@ def test_a_queued_job_gets_the_arrays_of_its_call_and_a_lost_error_is_logged(
 
     buffer, gate, came = np.ones(2, np.float32), threading.Event(), queue.SimpleQueue[Any]()
     session().start()
-    session()._later(lambda: gate.wait(SECONDS))  # the session is busy: calls are queued
+    session()._enqueue(lambda: gate.wait(SECONDS))  # the session is busy: calls are queued
     doubled(buffer)(came.put)
     buffer[:] = 7
     rows(np.array([0, 99], np.int32))  # this error reaches no caller, as no call waits for it
@@ -145,7 +145,7 @@ def test_a_device_in_a_collective_ends_with_a_master_that_failed(
     monkeypatch.setattr(
         device_worker, "joined", lambda *_: SimpleNamespace(run=run, fetch=None, load=None)
     )
-    monkeypatch.setattr(device_worker, "_leave", leave)
+    monkeypatch.setattr(device_worker, "_exit_process", leave)
     monkeypatch.setattr(device_worker, "reset_world", lambda: None)
 
     def follow() -> None:
@@ -191,10 +191,10 @@ def test_a_machine_that_came_early_waits_as_long_as_the_master(
         "time": SimpleNamespace(monotonic=lambda: now[0]),
         "is_here": lambda a: a == "b",
         "reached": found,
-        "_lead": lead,
+        "_set_backend_interface": lead,
     }.items():
         monkeypatch.setattr(rendezvous, name, value)
-    monkeypatch.setattr(rendezvous.SessionRendezvous, "_heard", heard)
+    monkeypatch.setattr(rendezvous.SessionRendezvous, "_receive_from_master", heard)
     met = rendezvous.SessionRendezvous(
         Settings(machines=[Machine("a"), Machine("b")], ctrl_port=1), 1, "cpu"
     )
@@ -214,12 +214,12 @@ def test_a_machine_is_told_that_something_else_listens_at_the_masters_port(
         flow.SessionError,
         match=r"what listens at a:1 is not the master of this session, or it hangs",
     ):
-        comes._heard("a:1", "machine", 0.1)
+        comes._receive_from_master("a:1", "machine", 0.1)
     ends[1].send(hello="I am another program")
     with pytest.raises(
         flow.SessionError, match=r"what listened at a:1 is no session of globaltensor.v0"
     ):
-        comes._heard("a:1", "machine", SECONDS)
+        comes._receive_from_master("a:1", "machine", SECONDS)
 
 
 def test_a_wrong_interface_is_named_before_machines_meet(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_a_wrong_interface_is_named_before_machines_meet(monkeypatch: pytest.Mon
         with pytest.raises(
             flow.SessionError, match=f"machine 1: GLOO_SOCKET_IFNAME is '{name}', .*set it to eth0"
         ):
-            rendezvous._lead("203.0.113.8", nodes, 1)
+            rendezvous._set_backend_interface("203.0.113.8", nodes, 1)
 
 
 def test_who_connects_and_says_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:

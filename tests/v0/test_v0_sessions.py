@@ -67,7 +67,7 @@ if __name__ == "__main__":
          kept=sorted(flow.checkpoint.get(path)), late=flow.env.ctrl_port(5), rank=os.environ.get("RANK"), grad=torch.is_grad_enabled(),
          resource=list(flow.env.current_resource())[:3], machine=flow.env.current_machine_id(), threads=[t.name for t in threading.enumerate() if not t.daemon])
     if sys.argv[3] == "raise":
-        session()._later(lambda: time.sleep(1))
+        session()._enqueue(lambda: time.sleep(1))
         said_nothing(drawn(8, 6))  # still queued when the script ends: it is run all the same
         raise ValueError("this script ends here")
 """  # noqa: E501

@@ -33,7 +33,7 @@ __all__ = ["plan_of"]
 
 
 @MODEL_PLANNERS.register("auto")
-def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
+def _parallelize_auto(model: nn.Module, placement: Placement, inputs: Any) -> nn.Module:
     """Shard a model by the search's plan: now if there are example inputs, else at its first call.
 
     Collective."""
@@ -41,7 +41,7 @@ def _parallelized(model: nn.Module, placement: Placement, inputs: Any) -> nn.Mod
     if inputs is not None:
         _lay_out(model, placement, inputs if isinstance(inputs, tuple) else (inputs,), {})
     else:
-        model.register_forward_pre_hook(_AtFirst(placement), with_kwargs=True)
+        model.register_forward_pre_hook(_ShardAtFirstCall(placement), with_kwargs=True)
     return model
 
 
@@ -53,7 +53,7 @@ def plan_of(model: nn.Module) -> Plan | None:
     return model.__dict__.get("_automatic_plan")
 
 
-class _AtFirst:
+class _ShardAtFirstCall:
     """A forward pre-hook that shards its module at the first call and then removes itself.
 
     A copy of the module has its own hook."""
@@ -84,19 +84,19 @@ class _AtFirst:
 def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> None:
     name, cluster = type(model).__name__, cluster_at_hand(placement)
 
-    def captured() -> tuple[Calls, Text]:
+    def capture_calls() -> tuple[Calls, Text]:
         calls = calls_of_model(model, args, kwargs, cluster.device)
         return calls, Text(
             (),
             [
-                f"{c.name} = {_told(calls, c.operands)} -> {_told(calls, c.outs)}"
+                f"{c.name} = {_values_text(calls, c.operands)} -> {_values_text(calls, c.outs)}"
                 for c in calls.calls
             ],
         )
 
     calls = agreed(
         name,
-        captured,
+        capture_calls,
         'parallelize with "auto" searched for a plan: for a model that reads values of tensors, '
         'name a plan: "data", "fsdp" or "tensor"',
     )
@@ -114,7 +114,7 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
     model.__dict__["_automatic_plan"] = named_after(found.plan, model)
 
 
-def _told(calls: Calls, numbers: Sequence[int]) -> str:
+def _values_text(calls: Calls, numbers: Sequence[int]) -> str:
     return ", ".join(
         f"{v.path or v.name} {list(v.shape)}" for v in (calls.values[n] for n in numbers)
     )

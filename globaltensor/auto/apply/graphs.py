@@ -87,7 +87,7 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
         if auto.ignore_user_sbp:
             for call in calls.calls:
                 call.fixed = () if call.fixed is not None else None
-        free = {path for path, t in parameters.items() if _free(t, graph.training)}
+        free = {path for path, t in parameters.items() if _is_layout_free(t, graph.training)}
         fixed = {
             v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free
         }
@@ -187,7 +187,7 @@ def from_rank0(value: Any) -> Any:
     return everyone[0][1]
 
 
-def _free(t: Any, training: bool) -> bool:
+def _is_layout_free(t: Any, training: bool) -> bool:
     """Return True if a search may change a parameter's layout.
 
     It may not if a search for another graph has set the layout. A graph that trains may still

@@ -45,8 +45,8 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
     another number of ranks or for another model, or if no module starts to run in one of its
     stages.
     """
-    plan = _of_model(plan, model)
-    lanes = _lanes(plan, placement)
+    plan = _match_model_paths(plan, model)
+    lanes = _lane_placements(plan, placement)
     layouts = {g.name: _layout(g.layout) for g in plan.placed}
     whole = (broadcast,) * len(plan.mesh)
 
@@ -57,10 +57,17 @@ def apply_plan(model: nn.Module, placement: Placement, plan: Plan) -> nn.Module:
         module_to_global(model, lanes[0], sbp)
     else:
         stages = plan.choices["stages"]
-        staged(model, [lanes[stage["lane"]] for stage in stages], _parts(plan, model), sbp)
+        staged(
+            model,
+            [lanes[stage["lane"]] for stage in stages],
+            _assign_modules_to_stages(plan, model),
+            sbp,
+        )
     if lanes[0] is not placement:
         model.register_forward_pre_hook(
-            _Entering(lanes[0], [_layout(g.layout) for g in plan.placed if g.kind == "input"]),
+            _FirstStageInputHook(
+                lanes[0], [_layout(g.layout) for g in plan.placed if g.kind == "input"]
+            ),
             with_kwargs=True,
         )
     install_layout_hooks(model, plan)
@@ -77,7 +84,7 @@ def _layout(entries: Sequence[str]) -> Layout:
     return tuple(map(entry, entries))
 
 
-def _of_model(plan: Plan, model: nn.Module) -> Plan:
+def _match_model_paths(plan: Plan, model: nn.Module) -> Plan:
     """Return the plan with paths as in ``model``.
 
     In a plan made for a graph, paths begin with the name of the graph's module. Raises PlanError if
@@ -90,7 +97,7 @@ def _of_model(plan: Plan, model: nn.Module) -> Plan:
     names = {path.partition(".")[0] for path in planned}
     inner = {path.partition(".")[2]: shape for path, shape in planned.items()}
     if len(names) == 1 and all(shapes.get(path) == shape for path, shape in inner.items()):
-        return _without(plan, f"{names.pop()}.")
+        return _strip_path_prefix(plan, f"{names.pop()}.")
     path = strange[0]
     has = (
         f"it is {list(shapes[path])} there"
@@ -103,8 +110,8 @@ def _of_model(plan: Plan, model: nn.Module) -> Plan:
     )
 
 
-def _without(plan: Plan, prefix: str) -> Plan:
-    def bare(path: str) -> str:
+def _strip_path_prefix(plan: Plan, prefix: str) -> Plan:
+    def strip_prefix(path: str) -> str:
         return (
             path.removeprefix(prefix)
             if path.startswith(prefix)
@@ -113,15 +120,17 @@ def _without(plan: Plan, prefix: str) -> Plan:
             else path
         )
 
-    placed = tuple(dataclasses.replace(g, name=bare(g.name)) for g in plan.placed)
+    placed = tuple(dataclasses.replace(g, name=strip_prefix(g.name)) for g in plan.placed)
     calls = tuple(
-        dataclasses.replace(c, module=bare(c.module), operands=tuple(map(bare, c.operands)))
+        dataclasses.replace(
+            c, module=strip_prefix(c.module), operands=tuple(map(strip_prefix, c.operands))
+        )
         for c in plan.calls
     )
     return dataclasses.replace(plan, placed=placed, calls=calls)
 
 
-def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
+def _lane_placements(plan: Plan, placement: Placement) -> list[Placement]:
     """Return the placement of each lane of the plan.
 
     A lane has the shape of the plan's mesh. The lanes share out the ranks of ``placement`` in
@@ -145,7 +154,7 @@ def _lanes(plan: Plan, placement: Placement) -> list[Placement]:
     ]
 
 
-def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
+def _assign_modules_to_stages(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
     """Return (path, stage) for the outermost modules whose calls are all in one stage.
 
     A module without children that is called in several stages is assigned to the first of them. A
@@ -159,14 +168,14 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
     for number, stage in enumerate(plan.choices["stages"]):
         a, b = (places[name] for name in stage["calls"]) if stage["calls"] else (0, -1)
         for call in plan.calls[a : b + 1]:
-            for path in _above(call.module):
+            for path in _ancestor_paths(call.module):
                 under.setdefault(path, set()).add(number)
             for name in call.operands:
                 users.setdefault(name, number)
     seen: set[int] = set()
     several = {id(m) for path, m in model.named_modules() if len(under.get(path, ())) > 1}
 
-    def down(module: nn.Module, prefix: str, in_row: bool) -> Iterator[tuple[str, int]]:
+    def walk(module: nn.Module, prefix: str, in_row: bool) -> Iterator[tuple[str, int]]:
         for name, child in module.named_children():
             path = f"{prefix}{name}"
             if id(child) in seen:
@@ -183,12 +192,12 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
             elif (lists or any(id(m) in several for m in child.modules())) and any(
                 True for _ in child.children()
             ):
-                yield from down(child, f"{path}.", lists or isinstance(child, nn.Sequential))
+                yield from walk(child, f"{path}.", lists or isinstance(child, nn.Sequential))
             else:
                 yield path, min(stages)
 
     parts = sorted(
-        down(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1]
+        walk(model, "", isinstance(model, (nn.ModuleList, nn.Sequential))), key=lambda part: part[1]
     )
     for number, stage in enumerate(plan.choices["stages"]):
         if number and number not in {k for _, k in parts}:
@@ -199,7 +208,7 @@ def _parts(plan: Plan, model: nn.Module) -> list[tuple[str, int]]:
     return parts
 
 
-def _above(path: str) -> Iterator[str]:
+def _ancestor_paths(path: str) -> Iterator[str]:
     """Return the paths of a module's ancestors and its own path, the outermost first.
 
     The model itself is left out."""
@@ -209,8 +218,8 @@ def _above(path: str) -> Iterator[str]:
 
 def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
     """Return the outermost modules all of whose calls are recomputed in backward."""
-    again = {p for c in plan.calls if c.again for p in _above(c.module)} - {
-        p for c in plan.calls if not c.again for p in _above(c.module)
+    again = {p for c in plan.calls if c.again for p in _ancestor_paths(c.module)} - {
+        p for c in plan.calls if not c.again for p in _ancestor_paths(c.module)
     }
     return [
         path
@@ -219,7 +228,7 @@ def _recomputed(plan: Plan, model: nn.Module) -> list[str]:
     ]
 
 
-class _Entering:
+class _FirstStageInputHook:
     """A forward pre-hook of the model that boxes its inputs to the first stage's placement.
 
     They get their planned layouts there if the plan has as many inputs; otherwise they keep their
@@ -231,10 +240,12 @@ class _Entering:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         tensors: list[torch.Tensor] = object_tensors(kwargs, object_tensors(args, []))
         known = self.layouts if len(self.layouts) == len(tensors) else [None] * len(tensors)
-        these = iter([self.brought(t, layout) for t, layout in zip(tensors, known, strict=True)])
-        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
+        boxed_inputs = iter(
+            [self.box_to_stage(t, layout) for t, layout in zip(tensors, known, strict=True)]
+        )
+        return replaced_in_objects(args, boxed_inputs), replaced_in_objects(kwargs, boxed_inputs)
 
-    def brought(self, t: Any, layout: Layout | None) -> Any:
+    def box_to_stage(self, t: Any, layout: Layout | None) -> Any:
         if not isinstance(t, GlobalTensor) or t.placement is self.where:
             return t
         return t.to_global(
@@ -248,12 +259,12 @@ def install_reshard_hooks(model: nn.Module, plan: Plan) -> None:
     See `parameter_gather.reshard_after_forward`. While a graph is captured, the hooks do nothing,
     because the graph frees the parameters."""
     if plan.choices.get("reshard_after_forward"):
-        freed = _Freeing()
-        model.register_forward_pre_hook(freed.begin, prepend=True)
-        model.register_forward_hook(freed.end, always_call=True)
+        reshard_hooks = _ReshardHooks()
+        model.register_forward_pre_hook(reshard_hooks.begin, prepend=True)
+        model.register_forward_hook(reshard_hooks.end, always_call=True)
 
 
-class _Freeing:
+class _ReshardHooks:
     """A pair of forward hooks that free gathered parameters during a model's training forward.
 
     Runs of the model may be nested."""
@@ -282,30 +293,35 @@ def install_layout_hooks(model: nn.Module, plan: Plan) -> None:
         by_module.setdefault(call.module, []).append(call)
         for name in dict.fromkeys(call.operands):
             takers.setdefault(name, []).append(call)
-    held = {g.name for g in plan.placed if g.kind != "input"}
+    state_names = {g.name for g in plan.placed if g.kind != "input"}
     for path, module in model.named_modules():
         own = by_module.get(path)
-        if not own or any(True for _ in module.children()) or not _runs_once(own, held):
+        if not own or any(True for _ in module.children()) or not _runs_once(own, state_names):
             continue
-        taken, given = _comes(own, held), _goes(own, takers)
-        if any(taken):
-            module.register_forward_pre_hook(_Taking(taken), with_kwargs=True)
-        if given is not None:
-            module.register_forward_hook(_Giving(given))
+        input_layouts, output_layout = (
+            _planned_input_layouts(own, state_names),
+            _planned_output_layout(own, takers),
+        )
+        if any(input_layouts):
+            module.register_forward_pre_hook(_InputLayoutHook(input_layouts), with_kwargs=True)
+        if output_layout is not None:
+            module.register_forward_hook(_OutputLayoutHook(output_layout))
 
 
-def _runs_once(own: Sequence[PlannedCall], held: set[str]) -> bool:
+def _runs_once(own: Sequence[PlannedCall], state_names: set[str]) -> bool:
     """Return True if the module's calls are consecutive and use no parameter twice.
 
     A call with the same parameters would be a second run of the module."""
     numbers = [c.number for c in own]
-    used = [name for c in own for name in c.operands if name in held]
+    used = [name for c in own for name in c.operands if name in state_names]
     return numbers == list(range(numbers[0], numbers[0] + len(numbers))) and len(used) == len(
         set(used)
     )
 
 
-def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
+def _planned_input_layouts(
+    own: Sequence[PlannedCall], state_names: set[str]
+) -> list[Layout | None]:
     """Return the layouts that the first call wants for the module's inputs, in operand order.
 
     The entry of an input that the first call uses several times is None."""
@@ -313,14 +329,16 @@ def _comes(own: Sequence[PlannedCall], held: set[str]) -> list[Layout | None]:
     outside = [
         (name, wanted)
         for name, wanted in zip(first.operands, first.wanted, strict=True)
-        if name not in inside and name not in held
+        if name not in inside and name not in state_names
     ]
     return [
         _layout(wanted) if first.operands.count(name) == 1 else None for name, wanted in outside
     ]
 
 
-def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> Layout | None:
+def _planned_output_layout(
+    own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]
+) -> Layout | None:
     """Return the layout that all users of the module's result want.
 
     Return None if the users want several layouts, if the result already has that layout, or if the
@@ -333,7 +351,7 @@ def _goes(own: Sequence[PlannedCall], takers: dict[str, list[PlannedCall]]) -> L
     return _layout(only) if only is not None and only != last.results[0] else None
 
 
-def _boxed(t: Any, layout: Layout | None) -> Any:
+def _box_if_planned(t: Any, layout: Layout | None) -> Any:
     if (
         layout is None
         or not isinstance(t, GlobalTensor)
@@ -346,7 +364,7 @@ def _boxed(t: Any, layout: Layout | None) -> Any:
     return t.to_global(sbp=list(layout))
 
 
-class _Taking:
+class _InputLayoutHook:
     def __init__(self, layouts: Sequence[Layout | None]) -> None:
         self.layouts = layouts
 
@@ -354,13 +372,15 @@ class _Taking:
         tensors: list[torch.Tensor] = object_tensors(kwargs, object_tensors(args, []))
         if len(tensors) != len(self.layouts):
             return None
-        these = iter([_boxed(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)])
-        return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
+        boxed_inputs = iter(
+            [_box_if_planned(t, layout) for t, layout in zip(tensors, self.layouts, strict=True)]
+        )
+        return replaced_in_objects(args, boxed_inputs), replaced_in_objects(kwargs, boxed_inputs)
 
 
-class _Giving:
+class _OutputLayoutHook:
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
 
     def __call__(self, module: nn.Module, args: Any, out: Any) -> Any:
-        return _boxed(out, self.layout)
+        return _box_if_planned(out, self.layout)

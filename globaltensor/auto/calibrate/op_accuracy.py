@@ -99,17 +99,17 @@ def calibrate(
     batches = [
         batch
         for batch in map(
-            _running, _batches(_affordable(ops_of(calls, where, candidates, cluster), own))
+            _runnable_ops, _batches(_affordable(ops_of(calls, where, candidates, cluster), own))
         )
         if batch
     ]
-    whole = sum(map(_takes, (op for batch in batches for op in batch)))
-    between = _touched(calls)
+    whole = sum(map(_measuring_seconds, (op for batch in batches for op in batch)))
+    between = _bytes_per_step(calls)
     for batch in batches:
         cluster = measure_ops(
             cluster,
             [(op.key, op.make, op.grad) for op in batch],
-            own * sum(map(_takes, batch)) / whole,
+            own * sum(map(_measuring_seconds, batch)) / whole,
             between,
         )
     return (
@@ -134,7 +134,7 @@ def _can_run(model: Any, mesh: Placement, memory: int) -> bool:
     return COPIES * sum(t.nbytes for t in tensors) <= memory / 2
 
 
-def _running(ops: Sequence[Measurable]) -> list[Measurable]:
+def _runnable_ops(ops: Sequence[Measurable]) -> list[Measurable]:
     """Select the ops that every rank can run on random numbers.
 
     Some calls do not accept arbitrary numbers, such as one that needs a positive matrix, or an
@@ -158,7 +158,7 @@ def _running(ops: Sequence[Measurable]) -> list[Measurable]:
     return [op for op, *flags in zip(ops, *everyone, strict=True) if all(flags)]
 
 
-def _touched(calls: Calls) -> int:
+def _bytes_per_step(calls: Calls) -> int:
     """Estimate how many bytes a step touches.
 
     They are the parameters with their gradients and an optimizer's state, and the computed values.
@@ -169,7 +169,7 @@ def _touched(calls: Calls) -> int:
     )
 
 
-def _made(
+def _make_local_op(
     call: Call, operands: Sequence[Value], shapes: Sequence[Shape], device: torch.device
 ) -> Any:
     """Return the call on one rank, its arguments, and the parameters among them."""
@@ -215,7 +215,7 @@ def ops_of(
                 op_of_key[key] = (
                     Measurable(
                         key,
-                        functools.partial(_made, call, operands, shapes, device),
+                        functools.partial(_make_local_op, call, operands, shapes, device),
                         grad,
                         taken,
                         1,
@@ -229,7 +229,7 @@ def ops_of(
     return [op for op in op_of_key.values() if op is not None]
 
 
-def _takes(op: Measurable) -> float:
+def _measuring_seconds(op: Measurable) -> float:
     """Return the seconds that measuring an op takes."""
     return _MIN_RUNS * max(_MIN_RUN_SECONDS, op.seconds)
 
@@ -238,8 +238,8 @@ def _affordable(ops: Sequence[Measurable], seconds: float) -> list[Measurable]:
     """Select the ops for which there is time, those that matter most first."""
     left, selected = seconds, []
     for op in sorted(ops, key=lambda op: -op.seconds * op.uses):
-        if _takes(op) <= left:
-            left -= _takes(op)
+        if _measuring_seconds(op) <= left:
+            left -= _measuring_seconds(op)
             selected.append(op)
     return selected
 

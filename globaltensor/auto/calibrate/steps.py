@@ -104,7 +104,7 @@ def calibrate_steps(
     changes. It is collective among all ranks, which are those of the mesh.
     """
     with torch.random.fork_rng(devices=[]), use_cluster(cluster):
-        steps = _measured(model, args, kwargs, mesh, seconds)
+        steps = _measure_variants(model, args, kwargs, mesh, seconds)
     if not steps:
         return cluster
     computing, moving, waiting, updating, bucketed = factors(steps)
@@ -147,14 +147,14 @@ def _recipe(name: str) -> Fixed:
     return lambda graph, calls, mesh: recipes_of(graph, calls, mesh)[name]
 
 
-def _data(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+def _data_parallel_layouts(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
     inputs = {v.name for v in calls.values if v.state == "input"}
     return {
         path: layouts for path, layouts in data_parallel(calls, mesh).items() if path not in inputs
     }
 
 
-def _in_turn(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
+def _alternating_layouts(graph: Graph, calls: Any, mesh: Placement) -> Mapping[str, Any]:
     """Give each parameter another layout than the one before.
 
     This moves much that no good plan would move.
@@ -182,11 +182,11 @@ class StepVariant(NamedTuple):
 _WAYS: Mapping[str, StepVariant] = {
     "the best": StepVariant(split(0)),
     "the best, batch whole": StepVariant(broadcast),
-    "data parallel": StepVariant(split(0), _data),
+    "data parallel": StepVariant(split(0), _data_parallel_layouts),
     "tensor parallel": StepVariant(broadcast, _recipe("tensor parallel")),
     "fully sharded": StepVariant(split(0), _recipe("fully sharded (ZeRO-3)")),
-    "each otherwise": StepVariant(split(0), _in_turn),
-    "each otherwise, batch whole": StepVariant(broadcast, _in_turn),
+    "each otherwise": StepVariant(split(0), _alternating_layouts),
+    "each otherwise, batch whole": StepVariant(broadcast, _alternating_layouts),
     "far from the best": StepVariant(split(0), noise=2.0),
     "further from the best": StepVariant(broadcast, noise=8.0),
     "furthest from the best": StepVariant(split(0), noise=16.0),
@@ -200,7 +200,7 @@ COPIES = 4 * len(_WAYS)
 class _Training(Graph):
     """A training step of a model under one plan."""
 
-    def __init__(self, model: torch.nn.Module, plan: _Planned) -> None:
+    def __init__(self, model: torch.nn.Module, plan: _VariantPlanner) -> None:
         super().__init__()
         self.model = model
         self.add_optimizer(
@@ -228,7 +228,7 @@ def _loss(out: Any) -> torch.Tensor:
     return loss if not loss.dim() else loss.float().sum()
 
 
-class _Chosen(NamedTuple):
+class _VariantPlan(NamedTuple):
     """A plan, its blocking moves, and seconds of computing, of bucketed moves and of copying."""
 
     search_result: SearchResult
@@ -238,7 +238,7 @@ class _Chosen(NamedTuple):
     copied: float
 
 
-class _Planned:
+class _VariantPlanner:
     """The plan of a variant, searched once for all graphs that follow it.
 
     ``seconds`` is the time that the search took.
@@ -246,12 +246,12 @@ class _Planned:
 
     def __init__(self, way: StepVariant) -> None:
         self.way, self.seconds = way, 0.0
-        self.chosen: _Chosen | None = None
+        self.chosen: _VariantPlan | None = None
 
     def __call__(self, graph: _Training, *args: Any) -> SearchResult:
         if self.chosen is None:
             began = time.perf_counter()
-            self.chosen = _chosen(graph, self.way, *args)
+            self.chosen = _search_variant(graph, self.way, *args)
             self.seconds = time.perf_counter() - began
         return self.chosen.search_result
 
@@ -267,7 +267,7 @@ class _Planned:
         )
 
 
-def _measured(
+def _measure_variants(
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -281,32 +281,36 @@ def _measured(
     seconds. The median of their times counts.
     """
     clock = Clock(world().device(current_cluster().device))
-    plans = {name: _Planned(way) for name, way in _WAYS.items()}
+    plans = {name: _VariantPlanner(way) for name, way in _WAYS.items()}
     began = time.perf_counter()
-    graphs = _built(plans, model, args, kwargs, mesh)
+    graphs = _build_steps(plans, model, args, kwargs, mesh)
     building = clock.slowest(
         [time.perf_counter() - began - sum(plan.seconds for plan in plans.values())]
     )[0]
     times = max(1, min(_GRAPHS, 1 + int(seconds / 2 / max(building, _MIN_BUILD_SECONDS))))
     each, names = (seconds - (times - 1) * building) / times, list(graphs)
-    took = [_timed(graphs, clock, each)]
+    took = [_time_steps(graphs, clock, each)]
     while len(took) < times and names:
         graphs.clear()
         gc.collect()
         order = np.random.default_rng(len(took)).permutation(len(names))
-        graphs = _built({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
-        took.append(_timed(graphs, clock, each))
+        graphs = _build_steps({names[i]: plans[names[i]] for i in order}, model, args, kwargs, mesh)
+        took.append(_time_steps(graphs, clock, each))
     return [
         plans[name].step(statistics.median(found[name] for found in took if name in found))
         for name in names
     ]
 
 
-def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
+def _time_steps(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
     """Return the seconds of a step of each graph."""
     cases = [
         Case(
-            i, 0, functools.partial(_row, step, _ROW), functools.partial(_row, step, _BEFORE), _ROW
+            i,
+            0,
+            functools.partial(_run_steps, step, _ROW),
+            functools.partial(_run_steps, step, _BEFORE),
+            _ROW,
         )
         for i, step in enumerate(graphs.values())
     ]
@@ -314,8 +318,8 @@ def _timed(graphs: _Steps, clock: Clock, seconds: float) -> dict[str, float]:
     return {name: found[i] for i, name in enumerate(graphs)}
 
 
-def _built(
-    plans: Mapping[str, _Planned],
+def _build_steps(
+    plans: Mapping[str, _VariantPlanner],
     model: torch.nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -332,7 +336,7 @@ def _built(
                 (args, dict(kwargs)),
                 iter(
                     [
-                        _real(t, where, plan.way.batch)
+                        _make_input(t, where, plan.way.batch)
                         for t in object_tensors((args, dict(kwargs)), [])
                     ]
                 ),
@@ -353,7 +357,7 @@ def _run(graph: _Training, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
     graph(*args, **kwargs).item()
 
 
-def _chosen(
+def _search_variant(
     graph: _Training,
     way: StepVariant,
     calls: Any,
@@ -362,7 +366,7 @@ def _chosen(
     auto: Any,
     fixed_layouts: Mapping[str, Any],
     states: float,
-) -> _Chosen:
+) -> _VariantPlan:
     options = dataclasses.replace(
         arrange.options_of(
             auto, cluster, {**way.fixed(graph, calls, mesh), **fixed_layouts}, states
@@ -388,7 +392,7 @@ def _chosen(
             search_result = SearchResult(read_plan(by, other), by, other.choice)
     own = search_result.formulation
 
-    def more(other: Cluster) -> float:
+    def extra_seconds(other: Cluster) -> float:
         """Return how many seconds longer the plan takes on this cluster, without the optimizer."""
         reformulated = formulate(calls, other, mesh, own.options)
         longer, own_seconds = (
@@ -398,15 +402,16 @@ def _chosen(
         return longer - own_seconds
 
     waits = (
-        more(dataclasses.replace(cluster, rank_skew=cluster.rank_skew + _MORE_SKEW)) / _MORE_SKEW
+        extra_seconds(dataclasses.replace(cluster, rank_skew=cluster.rank_skew + _MORE_SKEW))
+        / _MORE_SKEW
     )
     same = functools.partial(cluster.scaled, updating=1.0, bucketed=1.0)  # no change by itself
-    return _Chosen(
+    return _VariantPlan(
         search_result,
         waits,
-        more(same(2.0, 1.0, copying=1.0)),
-        more(cluster.scaled(1.0, 1.0, bucketed=2.0)),
-        more(same(1.0, 1.0, copying=2.0)),
+        extra_seconds(same(2.0, 1.0, copying=1.0)),
+        extra_seconds(cluster.scaled(1.0, 1.0, bucketed=2.0)),
+        extra_seconds(same(1.0, 1.0, copying=2.0)),
     )
 
 
@@ -425,7 +430,7 @@ def perturbed(formulation: Formulation, by: float, seed: int = 0) -> Problem:
     return dataclasses.replace(formulation.problem, costs=costs)
 
 
-def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
+def _make_input(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
     """Make an input of this shape and layout, the same on every rank."""
     if t.is_meta or isinstance(t, GlobalTensor):
         t = (
@@ -442,6 +447,6 @@ def _real(t: torch.Tensor, where: Placement, batch: Sbp) -> GlobalTensor:
     )  # type: ignore[no-any-return]
 
 
-def _row(step: Callable[[], None], steps: int) -> None:
+def _run_steps(step: Callable[[], None], steps: int) -> None:
     for _ in range(steps):
         step()

@@ -35,7 +35,7 @@ _MAX_PROBED_RANKS = 8
 _ENTRIES: Final = {"broadcast": broadcast, "partial": partial_sum}
 
 
-class _Uneven(Exception):
+class _CannotInterpolate(Exception):
     """An error: interpolation between two captures is not possible.
 
     The captures differ in more than numbers, or a number is not whole at this batch.
@@ -56,7 +56,7 @@ class Batches:
         self.half: Calls | None = None
         if batch % 2 == 0 and batch >= 4:
             try:
-                self.half = self._captured(batch // 2)
+                self.half = self._capture_at(batch // 2)
             except PlanError:
                 pass  # `at` raises the error if that size is needed
         self._at: dict[int, Calls] = {batch: self.whole}
@@ -76,48 +76,53 @@ class Batches:
         calls = self._at.get(rows)
         if calls is None:
             try:
-                calls = self._between(rows)
-            except _Uneven:
-                calls = self._captured(rows)
+                calls = self._interpolate_calls(rows)
+            except _CannotInterpolate:
+                calls = self._capture_at(rows)
             self._at[rows] = calls
         return calls
 
-    def _captured(self, rows: int) -> Calls:
+    def _capture_at(self, rows: int) -> Calls:
         try:
             calls = self.capture(rows)
         except Exception as error:
             raise PlanError(
                 f"with a batch of {rows} instead of {self.batch} the model does not run: {error}"
             ) from error
-        if not _alike(self.whole, calls):
+        if not _makes_same_calls(self.whole, calls):
             raise PlanError(
                 f"with a batch of {rows} the model makes other calls than with one of {self.batch}"
             )
         return calls
 
-    def _between(self, rows: int) -> Calls:
+    def _interpolate_calls(self, rows: int) -> Calls:
         half = self.half
         if half is None:
-            raise _Uneven
+            raise _CannotInterpolate
         # in units of the batch: 0 is the full batch, `batch` is half of it
         part = 2 * (self.batch - rows)
 
-        def line(a: int, b: int) -> int:
+        def interpolate(a: int, b: int) -> int:
             if a == b:
                 return a
             value, rest = divmod(a * self.batch - (a - b) * part, self.batch)
             if rest or value < 0 or (a > 0 and value == 0):
-                raise _Uneven
+                raise _CannotInterpolate
             return value
 
         values = [
-            dataclasses.replace(v, shape=tuple(map(line, v.shape, w.shape)), takers=list(v.takers))
+            dataclasses.replace(
+                v, shape=tuple(map(interpolate, v.shape, w.shape)), takers=list(v.takers)
+            )
             for v, w in zip(self.whole.values, half.values, strict=True)
         ]
         calls = []
         for c, d in zip(self.whole.calls, half.calls, strict=True):
             extra = max(0, round(c.extra + (d.extra - c.extra) * part / self.batch))
-            args, kwargs = _mixed(c.args, d.args, line), _mixed(c.kwargs, d.kwargs, line)
+            args, kwargs = (
+                _interpolate_args(c.args, d.args, interpolate),
+                _interpolate_args(c.kwargs, d.kwargs, interpolate),
+            )
             calls.append(
                 dataclasses.replace(
                     c,
@@ -230,7 +235,7 @@ class BatchMenu(StrategyBuilder):
         super().__init__(prices, batches.whole.training)
         self.batches, self.rows = batches, rows
 
-    def _on_axis(
+    def _axis_signatures(
         self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
     ) -> list[CostedSignature]:
         return [
@@ -238,12 +243,12 @@ class BatchMenu(StrategyBuilder):
             for s in self.batches.signatures(call, self.rows, size, losses)
         ]
 
-    def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
-        found = self._of_all(call, super()._make(call, values))
+    def _build_table(self, call: Call, values: Sequence[Value]) -> StrategyTable:
+        found = self._drop_unrunnable(call, super()._build_table(call, values))
         self.batches.note(call, found.losses)
         return found
 
-    def _of_all(self, call: Call, candidates: StrategyTable) -> StrategyTable:
+    def _drop_unrunnable(self, call: Call, candidates: StrategyTable) -> StrategyTable:
         """Return the table without compositions that do not run along several axes at once."""
         mesh = self.prices.mesh
         compositions = {
@@ -260,7 +265,7 @@ class BatchMenu(StrategyBuilder):
         good = [
             k
             for k in range(len(candidates))
-            if self._runs(
+            if self._composition_runs(
                 call,
                 [x[k] for x in candidates.ins],
                 [x[k] for x in candidates.outs],
@@ -287,7 +292,7 @@ class BatchMenu(StrategyBuilder):
             candidates.left_out,
         )
 
-    def _runs(
+    def _composition_runs(
         self,
         call: Call,
         ins: list[Layout],
@@ -329,7 +334,7 @@ def _dims(entries: Iterable[Sbp]) -> tuple[Any, ...]:
     return tuple(e.dim if e.is_split else e.kind for e in entries)
 
 
-def _alike(one: Calls, other: Calls) -> bool:
+def _makes_same_calls(one: Calls, other: Calls) -> bool:
     same_calls = [(c.func, c.operands, c.outs, c.wild, c.inplace) for c in one.calls] == [
         (c.func, c.operands, c.outs, c.wild, c.inplace) for c in other.calls
     ]
@@ -339,26 +344,26 @@ def _alike(one: Calls, other: Calls) -> bool:
     return same_calls and same_values
 
 
-def _mixed(a: Any, b: Any, line: Callable[[int, int], int]) -> Any:
+def _interpolate_args(a: Any, b: Any, interpolate: Callable[[int, int], int]) -> Any:
     """Return the arguments with each integer interpolated between those of two captures."""
     if isinstance(a, ValueRef) or a is b:
         return a
     if type(a) is not type(b):
-        raise _Uneven
+        raise _CannotInterpolate
     if isinstance(a, bool) or not isinstance(a, (int, tuple, list, dict, slice)):
         return a
     if isinstance(a, int):
-        return line(a, b)
+        return interpolate(a, b)
     if isinstance(a, slice):
         return slice(
             *(
-                _mixed(x, y, line)
+                _interpolate_args(x, y, interpolate)
                 for x, y in zip((a.start, a.stop, a.step), (b.start, b.stop, b.step), strict=True)
             )
         )
     if len(a) != len(b):
-        raise _Uneven
+        raise _CannotInterpolate
     if isinstance(a, dict):
-        return {k: _mixed(v, b[k], line) for k, v in a.items()}
-    parts = [_mixed(x, y, line) for x, y in zip(a, b, strict=True)]
+        return {k: _interpolate_args(v, b[k], interpolate) for k, v in a.items()}
+    parts = [_interpolate_args(x, y, interpolate) for x, y in zip(a, b, strict=True)]
     return type(a)(parts)

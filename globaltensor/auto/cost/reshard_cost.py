@@ -119,10 +119,10 @@ class ReshardCosts:
                 [numbers[duals(x) if axes else x] for x, axes in zip(stored, summed, strict=True)],
             )
         ]
-        self._together("reduce_scatter", change_seconds.T, shape, dtype, stored, wanted)
+        self._apply_bucket_prices("reduce_scatter", change_seconds.T, shape, dtype, stored, wanted)
         sizes = [dtype.itemsize * self.local(shape, x) for x in stored]
         sums = [
-            self._part("all_reduce", nbytes, axes, self.bucket, copied=True)
+            self._bucket_share_seconds("all_reduce", nbytes, axes, self.bucket, copied=True)
             for nbytes, axes in zip(sizes, summed, strict=True)
         ]
         return change_seconds + np.array(sums)  # type: ignore[no-any-return]
@@ -137,7 +137,7 @@ class ReshardCosts:
             if e.is_broadcast and n > 1
         )
 
-    def _part(
+    def _bucket_share_seconds(
         self, kind: str, nbytes: int, axes: tuple[int, ...], bucket: int, copied: bool
     ) -> float:
         """Return a tensor's share of the seconds of a bucket.
@@ -170,10 +170,10 @@ class ReshardCosts:
         """
         numbers, seconds = routes or self.table(shape, dtype, [*stored, *wanted])
         fetch_seconds = seconds[np.ix_([numbers[x] for x in stored], [numbers[x] for x in wanted])]
-        self._together("all_gather", fetch_seconds, shape, dtype, stored, wanted)
+        self._apply_bucket_prices("all_gather", fetch_seconds, shape, dtype, stored, wanted)
         return fetch_seconds  # type: ignore[no-any-return]
 
-    def _together(
+    def _apply_bucket_prices(
         self,
         kind: str,
         seconds: Table,
@@ -198,7 +198,7 @@ class ReshardCosts:
                         # stored in the order in which it is sent
                         in_rows = all(x[a].dim == 0 for a in axes)
                         seconds[i, j] = (
-                            self._part(kind, nbytes, axes, 0, copied=not in_rows)
+                            self._bucket_share_seconds(kind, nbytes, axes, 0, copied=not in_rows)
                             + self.cluster.bucket_factor * self.cluster.rank_skew
                         )
                     else:
@@ -208,7 +208,10 @@ class ReshardCosts:
                             / FELLOWS
                         )
                         seconds[i, j] = (
-                            self._part(kind, nbytes, axes, self.gathered, copied=True) + few
+                            self._bucket_share_seconds(
+                                kind, nbytes, axes, self.gathered, copied=True
+                            )
+                            + few
                         )
 
     def settled(

@@ -38,10 +38,10 @@ class RuleFailures(Counter[tuple[str, str]]):
     def note(self, func: Any, error: Exception, ways: int = 1) -> None:
         """Count an error, unless it is a refusal."""
         if not isinstance(error, REFUSALS):
-            self[name_of(func), _told(error)] += ways
+            self[name_of(func), _error_text(error)] += ways
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return the error in one line, with the last line of this library in its traceback."""
     frames = [
         f

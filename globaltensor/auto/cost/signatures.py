@@ -64,7 +64,7 @@ def signatures(
     if call.wild or any(v.plain for v in outs):
         return [whole]
     if call.fixed is not None:
-        return _free(operands[0])
+        return _layout_change_signatures(operands[0])
     axis = Placement("cpu", list(range(ranks)))
     signature_of: dict[tuple[Any, ...], CostedSignature] = {}
     for hint in _hints(call, operands, ranks):
@@ -72,8 +72,8 @@ def signatures(
             Spec.make(v.shape, v.dtype, axis, entry)
             for v, entry in zip(operands, hint, strict=True)
         ]
-        for s in _heard(call, operands, outs, specs, axis, losses):
-            if _sensible(s, operands) and all(
+        for s in _probe_until_error(call, operands, outs, specs, axis, losses):
+            if _is_sensible(s, operands) and all(
                 _fills(v, e, ranks)
                 for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)
             ):
@@ -83,7 +83,7 @@ def signatures(
     return list(signature_of.values()) or [whole]
 
 
-def _sensible(s: CostedSignature, operands: Sequence[Value]) -> bool:
+def _is_sensible(s: CostedSignature, operands: Sequence[Value]) -> bool:
     """Return True unless the signature turns a given tensor into a partial sum for no reason.
 
     A reason is an operand that is split, or a computed operand that is partial.
@@ -94,7 +94,7 @@ def _sensible(s: CostedSignature, operands: Sequence[Value]) -> bool:
     return asked or not any(e.is_partial for e in s.ins)
 
 
-def _free(value: Value) -> list[CostedSignature]:
+def _layout_change_signatures(value: Value) -> list[CostedSignature]:
     """Return the signatures of a change of layout that accepts every layout."""
     entries = [broadcast, *(split(d) for d, n in enumerate(value.shape) if n > 1)]
     entries += [partial_sum] if value.dtype.is_floating_point else []
@@ -135,7 +135,7 @@ def _hints(call: Call, operands: Sequence[Value], ranks: int) -> Iterator[tuple[
         yield tuple(partial_sum if j in real else e for j, e in enumerate(none))
 
 
-def _heard(
+def _probe_until_error(
     call: Call,
     operands: Sequence[Value],
     outs: Sequence[Value],
@@ -242,12 +242,12 @@ def probe_decomposition(
     try:
         try:
             with memoized(_tried):
-                return _watched(call, specs, "meta", dry.derived)
+                return _run_with_traffic(call, specs, "meta", dry.derived)
         except Exception:
             # Mostly an op without a meta kernel, or code that reads values. Fake tensors support
             # more of these, and are slower.
             with torch_private.fake_tensors():
-                return _watched(call, specs, None, None)
+                return _run_with_traffic(call, specs, None, None)
     except Exception as error:
         losses.note(call.func, error)
         return None
@@ -257,7 +257,7 @@ def probe_decomposition(
             set_world(real)
 
 
-def _watched(
+def _run_with_traffic(
     call: Call, specs: Sequence[Spec], device: str | None, plans: Derived | None
 ) -> tuple[list[tuple[Sbp, ...]], tuple[tuple[str, int], ...]] | None:
     """Run a call on tensors without memory, and return its result layouts and traffic."""
@@ -278,11 +278,11 @@ def _watched(
     # Traffic that starts before it is needed, such as the count of a mean loss, hides behind
     # computing. In a program it is sent together with the gradients.
     return [o.layout for o in outs if o is not None], tuple(
-        part for entry in moves if entry.op != AHEAD for part in _parts(entry)
+        part for entry in moves if entry.op != AHEAD for part in _logged_moves(entry)
     )
 
 
-def _parts(entry: Any) -> Iterator[tuple[str, int]]:
+def _logged_moves(entry: Any) -> Iterator[tuple[str, int]]:
     """Yield (kind, bytes as `Cluster.seconds` accepts them) for the moves of a log entry."""
     if isinstance(entry, log.ExchangeRecord):
         yield "exchange", entry.bytes
@@ -308,7 +308,7 @@ class _ImaginedWorld(DryWorld):
         self.derived = Derived()
 
     def _connect(self, ranks: tuple[int, ...]) -> DryComm:
-        return _Nobody(self, ranks)
+        return _NoPeersComm(self, ranks)
 
 
 #: Memo of shape inference, shared by all imagined worlds.
@@ -319,6 +319,6 @@ class _ImaginedWorlds(dict[int, "_ImaginedWorld"]):
     """The imagined worlds that a real world has created, by their number of ranks."""
 
 
-class _Nobody(DryComm):
+class _NoPeersComm(DryComm):
     def all_gather_object(self, value: object, purpose: str = "") -> list[Any]:
         raise Untraceable  # there are no other ranks

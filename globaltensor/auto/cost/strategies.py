@@ -76,7 +76,7 @@ class StrategyBuilder:
         key = call.key if call.key is not None else call.number
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._make(call, values)
+            found = self._found[key] = self._build_table(call, values)
         return found
 
     def states(self, value: Value, stored: bool) -> list[Layout]:
@@ -103,23 +103,23 @@ class StrategyBuilder:
             ]
         return layouts
 
-    def _on_axis(
+    def _axis_signatures(
         self, call: Call, values: Sequence[Value], size: int, losses: RuleFailures
     ) -> list[CostedSignature]:
-        def ask() -> tuple[list[CostedSignature], RuleFailures]:
+        def probe() -> tuple[list[CostedSignature], RuleFailures]:
             lost = RuleFailures()
             return signatures(call, values, size, lost), lost
 
-        found, lost = _asked(None if call.key is None else (call.key, size), ask)
+        found, lost = _cached_probe(None if call.key is None else (call.key, size), probe)
         losses.update(lost)
-        return list(found)  # a copy, which `_make` may shorten
+        return list(found)  # a copy, which `_build_table` may shorten
 
-    def _seen(
+    def _composition_results(
         self, call: Call, operands: Sequence[Value], come: Sequence[Any], losses: RuleFailures
     ) -> Any:
         """Return the result layouts and traffic of a composition on several axes at once."""
 
-        def ask() -> tuple[Any, RuleFailures]:
+        def probe() -> tuple[Any, RuleFailures]:
             lost = RuleFailures()
             specs = [
                 Spec.make(v.shape, v.dtype, self.prices.mesh, layout)
@@ -127,20 +127,21 @@ class StrategyBuilder:
             ]
             return probe_decomposition(call, specs, lost), lost
 
-        found, lost = _asked(
-            None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)), ask
+        found, lost = _cached_probe(
+            None if call.key is None else ("on", call.key, self.prices.mesh.shape, tuple(come)),
+            probe,
         )
         losses.update(lost)
         return found
 
-    def _make(self, call: Call, values: Sequence[Value]) -> StrategyTable:
+    def _build_table(self, call: Call, values: Sequence[Value]) -> StrategyTable:
         mesh, operands, results = (
             self.prices.mesh,
             [values[v] for v in call.operands],
             [values[v] for v in call.outs],
         )
         losses = RuleFailures()
-        menus = [self._on_axis(call, values, size, losses) for size in mesh.shape]
+        menus = [self._axis_signatures(call, values, size, losses) for size in mesh.shape]
         every = math.prod(map(len, menus))
         while math.prod(map(len, menus)) > _MAX_CANDIDATES:
             longest = max(menus, key=len)
@@ -167,8 +168,8 @@ class StrategyBuilder:
             acting = [s for s in combination if not all(e.is_broadcast for e in s.ins)]
             if None not in come and len(acting) > 1 and any(s.composed for s in acting):
                 seen = (
-                    self._seen(call, operands, come, losses)
-                    if not any(map(_loose, acting))
+                    self._composition_results(call, operands, come, losses)
+                    if not any(map(_has_loose_partial, acting))
                     else None
                 )
                 if seen is None:
@@ -198,7 +199,7 @@ class StrategyBuilder:
         if work.view:
             computing = np.zeros((2, len(rows)))
         else:
-            computing = self._computing(
+            computing = self._compute_seconds(
                 call,
                 operands,
                 results,
@@ -209,12 +210,12 @@ class StrategyBuilder:
             )
             if work.flops and self.prices.cluster.ops:
                 computing *= [
-                    self._rounds(call, operands, results, *row, work, part)
+                    self._kernel_runs(call, operands, results, *row, work, part)
                     for row, part in zip(rows, share.tolist(), strict=True)
                 ]
         moving = np.array(
             [
-                self._moving(combination, part)
+                self._communication_seconds(combination, part)
                 for (combination, _, _), part in zip(rows, share.tolist(), strict=True)
             ]
         )
@@ -229,12 +230,12 @@ class StrategyBuilder:
     ) -> float:
         """Return the fraction of the work that one rank does."""
         return math.prod(
-            _largest(s, operands, results, size)
+            _largest_work_share(s, operands, results, size)
             for s, size in zip(combination, self.prices.mesh.shape, strict=False)
             if s.divided
         )
 
-    def _moving(self, combination: Sequence[CostedSignature], share: float) -> float:
+    def _communication_seconds(self, combination: Sequence[CostedSignature], share: float) -> float:
         """Return the seconds that a candidate itself communicates in the forward pass."""
         prices, moving = self.prices, 0.0
         for axis, s in enumerate(combination):
@@ -248,7 +249,7 @@ class StrategyBuilder:
                 )
         return moving
 
-    def _rounds(
+    def _kernel_runs(
         self, call: Call, operands: Sequence[Value], results: Sequence[Value],
         combination: Sequence[CostedSignature], come: Sequence[Layout], lie: Sequence[Layout],
         work: Work, share: float,
@@ -258,7 +259,10 @@ class StrategyBuilder:
         In ring attention a rank's rows of queries meet the keys of all ranks, one rank after the
         other. The measurement has only the rank's own keys.
         """
-        if not any(s.moved for s in combination) or self._measured(call, operands, come) is None:
+        if (
+            not any(s.moved for s in combination)
+            or self._measured_seconds(call, operands, come) is None
+        ):
             return 1.0
         layouts = zip((*operands, *results), (*come, *lie), strict=True)
         once = work_of(
@@ -270,7 +274,7 @@ class StrategyBuilder:
         ).flops
         return max(1.0, work.flops * share / once) if once else 1.0
 
-    def _computing(
+    def _compute_seconds(
         self,
         call: Call,
         operands: Sequence[Value],
@@ -288,13 +292,13 @@ class StrategyBuilder:
         nearest share of the work. Without it, estimates, which are lower than measurements, would
         win against them.
         """
-        measured = [self._measured(call, operands, c) for c in come]
+        measured = [self._measured_seconds(call, operands, c) for c in come]
         known = [k for k, seconds in enumerate(measured) if seconds is not None]
         if len(known) == len(measured):
             return np.array(measured, dtype=float).T
         estimates = np.array(
             [
-                self._estimated(operands, results, c, o, work, part)
+                self._roofline_seconds(operands, results, c, o, work, part)
                 for c, o, part in zip(come, lie, share.tolist(), strict=True)
             ]
         ).T
@@ -311,7 +315,7 @@ class StrategyBuilder:
             estimates[:, known] = measured_seconds
         return estimates
 
-    def _measured(
+    def _measured_seconds(
         self, call: Call, operands: Sequence[Value], come: Sequence[Layout]
     ) -> tuple[float, float] | None:
         """Return the seconds of both passes on local tensors of these layouts, if measured.
@@ -323,7 +327,7 @@ class StrategyBuilder:
         found = None if key is None else cluster.op(key)
         return found if found is None or self.training else (found[0], 0.0)
 
-    def _estimated(
+    def _roofline_seconds(
         self,
         operands: Sequence[Value],
         results: Sequence[Value],
@@ -372,25 +376,25 @@ _known: dict[Hashable, Any] = {}
 _MAX_CACHED = 1 << 14
 
 
-def _asked(key: Hashable | None, ask: Callable[[], Any]) -> Any:
+def _cached_probe(key: Hashable | None, probe: Callable[[], Any]) -> Any:
     """Return the result of ``ask``, cached by key until the rules change.
 
     Without a key nothing is cached.
     """
     if key is None:
-        return ask()
+        return probe()
     key = RULES.version, key
     try:
         return _known[key]
     except KeyError:
-        found = ask()
+        found = probe()
     if len(_known) >= _MAX_CACHED:
         _known.clear()
     _known[key] = found
     return found
 
 
-def _loose(s: CostedSignature) -> bool:
+def _has_loose_partial(s: CostedSignature) -> bool:
     """Return True if some tensor is partial in a signature that is not a composition.
 
     Such signatures are not combined with a composition.
@@ -398,7 +402,7 @@ def _loose(s: CostedSignature) -> bool:
     return not s.composed and any(e.is_partial for e in (*s.ins, *s.outs))
 
 
-def _largest(
+def _largest_work_share(
     s: CostedSignature, operands: Sequence[Value], results: Sequence[Value], size: int
 ) -> float:
     """Return the fraction of the work that the busiest rank of an axis has."""

@@ -82,7 +82,7 @@ def build_plan(
         )  # fmt: skip
     values = ground.calls.values
     states = {
-        h: options[ground.active[h][_state(ground, cutting.hub, h)]]
+        h: options[ground.active[h][_hub_option(ground, cutting.hub, h)]]
         for h, options in ground.hubs.items()
     }
     storage_of |= {h: how for h, how in states.items() if values[h].state}
@@ -99,7 +99,7 @@ def build_plan(
         "schedule": candidate.schedule if setting.stages > 1 else None,
         "recompute": recomputed, "zero": zero, "batch": batch,
     }  # fmt: skip
-    placed = tuple(_given(ground, values[v], how) for v, how in sorted(storage_of.items()))
+    placed = tuple(_placed_tensor(ground, values[v], how) for v, how in sorted(storage_of.items()))
     parameters = {g.name for g in placed if g.kind == "parameter"}
     if ground.calls.training and any(
         c.value in parameters and c.src != c.dst and "all_gather" in c.forward_collectives
@@ -112,12 +112,12 @@ def build_plan(
         limit=ground.options.memory, timeline=run.trace(), source=ground.cluster.origin,
         training=ground.calls.training, placed=placed, calls=tuple(calls), changes=tuple(changes),
         choices=choices, search=log,
-        cost_breakdown=_spent(records, setting.micros, ground.seen),
-        memory_breakdown=_held(placed, ground, storage_of, max(run.memory)),
+        cost_breakdown=_cost_breakdown(records, setting.micros, ground.seen),
+        memory_breakdown=_memory_breakdown(placed, ground, storage_of, max(run.memory)),
     )  # fmt: skip
 
 
-def _state(ground: MeshContext, hub: int, number: int) -> int:
+def _hub_option(ground: MeshContext, hub: int, number: int) -> int:
     """Return the option of the hub ``number`` in the joint state ``hub`` of all hubs."""
     shape = tuple(len(those) for those in ground.active.values())
     return int(np.unravel_index(hub, shape)[list(ground.hubs).index(number)])
@@ -132,9 +132,9 @@ def _segment(
     ends: tuple[int, int],
 ) -> _SegmentPlan:
     part = ground.part(segment.kind)
-    states = [_state(ground, hub, h) for h in ground.hubs if h in segment.hubs]
+    states = [_hub_option(ground, hub, h) for h in ground.hubs if h in segment.hubs]
     chosen = part.strategies(weights, again, (*states, *ends))
-    actual = _names(ground, part.segment, segment)
+    actual = _value_counterparts(ground, part.segment, segment)
     reader = _SegmentReader(ground, part, chosen, actual)
     storage_of = {
         actual[v]: part.options[part.node_of["value", v]][chosen["value", v]]
@@ -143,7 +143,7 @@ def _segment(
     return _SegmentPlan(list(reader.calls()), list(reader.changes()), storage_of)
 
 
-def _names(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
+def _value_counterparts(ground: MeshContext, one: Segment, other: Segment) -> dict[int, int]:
     """Map each value of the first segment of a kind to the same value of another segment."""
     counterpart: dict[int, int] = {}
     for c, d in zip(one.calls, other.calls, strict=True):
@@ -198,7 +198,7 @@ class _SegmentReader:
         segment = self.part.segment
         for c in segment.calls:
             for v in self.ground.calls.calls[c].outs:
-                made = self._made(c, v)
+                made = self._result_layout(c, v)
                 if v == segment.gives:
                     yield from self._change(v, "", made, self._option("gives", v))
                 elif v in segment.hubs:
@@ -220,7 +220,7 @@ class _SegmentReader:
                     )
                     yield from self._change(v, names, src, dst)
 
-    def _made(self, c: int, v: int) -> Layout:
+    def _result_layout(self, c: int, v: int) -> Layout:
         call = self.ground.calls.calls[c]
         return self.part.candidates[c].outs[call.outs.index(v)][self.chosen["call", c]]
 
@@ -241,7 +241,7 @@ class _SegmentReader:
         if value.plain:
             return self.ground.whole, None
         return (
-            (self._made(value.maker, v), None)
+            (self._result_layout(value.maker, v), None)
             if value.maker in self.part.candidates
             else (None, None)
         )
@@ -290,7 +290,7 @@ class _SegmentReader:
             )
 
 
-def _given(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
+def _placed_tensor(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
     layout = how.layout if isinstance(how, ParameterStorage) else how
     held = int(ground.bytes(value, [layout])[0])
     return PlacedTensor(
@@ -303,7 +303,7 @@ def _given(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
     )
 
 
-def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]:
+def _cost_breakdown(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]:
     """Split the cost into its terms, each summed over stages."""
     passes = sum(micros * (s.forward + s.backward) for s in records)
     aside = sum(micros * s.gathers + s.sums for s in records)
@@ -315,7 +315,7 @@ def _spent(records: Sequence[Any], micros: int, seen: float) -> dict[str, float]
     }
 
 
-def _held(
+def _memory_breakdown(
     placed: Sequence[PlacedTensor], ground: MeshContext, storage_of: dict[int, Any], peak: int
 ) -> dict[str, int]:
     """Split the peak memory of the fullest rank into its terms, in bytes.

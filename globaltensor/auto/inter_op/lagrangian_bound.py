@@ -51,12 +51,12 @@ class Dual:
 
     def look(self) -> bool:
         """Try another price. Return True if there was a price that may raise the bound."""
-        price = self._next() if self.cutting.limit and 0 < self.evenly < math.inf else None
+        price = self._next_price() if self.cutting.limit and 0 < self.evenly < math.inf else None
         if price is not None:
-            self.known[price] = self._at(price)
+            self.known[price] = self._bound_at(price)
         return price is not None
 
-    def _next(self) -> float | None:
+    def _next_price(self) -> float | None:
         tried = sorted(self.known)
         if len(tried) == 1:
             return _FIRST
@@ -70,18 +70,18 @@ class Dual:
             return None
         return tried[k] * math.sqrt(above) if above >= below else tried[k] / math.sqrt(below)
 
-    def _at(self, price: float) -> float:
+    def _bound_at(self, price: float) -> float:
         cutting, limit = self.cutting, self.cutting.limit or math.inf
         each, time = price * self.evenly / limit, float(cutting.micros + cutting.stages - 1)
         weights = Weights(
             self.part * time, self.part, each * self.mean / self.most, each * self.mean
         )
         return (
-            self._least(Ranges(cutting.ground, weights, True)) / cutting.stages
+            self._min_chain_cost(Ranges(cutting.ground, weights, True)) / cutting.stages
             - price * self.evenly
         )
 
-    def _least(self, ranges: Ranges) -> float:
+    def _min_chain_cost(self, ranges: Ranges) -> float:
         """Return the minimum of the chain. Each segment may recompute or not, and hubs are free."""
         best: np.ndarray[Any, Any] | None = None
         for kind in self.cutting.kinds:

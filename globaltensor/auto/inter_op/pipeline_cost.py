@@ -149,7 +149,7 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
     out = []
     for i, way in enumerate(candidate.ways):
         p = parts_of(cutting, division, candidate.ways, i)
-        again = _again(cutting, division, candidate.ways, i) if way.recomputed else 0.0
+        again = _recompute_seconds(cutting, division, candidate.ways, i) if way.recomputed else 0.0
         last = i + 1 == len(candidate.ways)
         sent = 0.0 if last else float(crossing.bytes(division.cuts[i + 1])[division.faces[i + 1]])
         training = cutting.ground.calls.training
@@ -168,7 +168,7 @@ def stages_of(candidate: Candidate, cluster: Cluster) -> list[StageTimes]:
     return out
 
 
-def _again(
+def _recompute_seconds(
     cutting: StageCosts, division: StageDivision, ways: Sequence[StageVariant], i: int
 ) -> float:
     """Return the seconds of forward passes that run again in backward."""

@@ -94,7 +94,9 @@ def _stages(plan: Plan) -> list[StageTimes]:
     forward, backward = _seconds(
         plan.calls, plan.changes, {g.name for g in plan.placed if g.kind == "parameter"}
     )
-    gathers, sums = _aside(plan.changes, {g.name for g in plan.placed if g.kind == "parameter"})
+    gathers, sums = _overlappable_seconds(
+        plan.changes, {g.name for g in plan.placed if g.kind == "parameter"}
+    )
     return [
         StageTimes(
             forward + gathers,
@@ -122,7 +124,7 @@ def _seconds(
     return forward, backward
 
 
-def _aside(changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
+def _overlappable_seconds(changes: Sequence[LayoutChange], leaves: set[str]) -> tuple[float, float]:
     """Return seconds of (gathering parameters, summing gradients), which may overlap computing."""
     own = [c for c in changes if c.value in leaves]
     return sum(c.forward for c in own), sum(c.backward for c in own)
@@ -144,12 +146,16 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     values = {v.path or v.name: v for v in calls.values}
     trained = [g for g in plan.placed if g.kind == "parameter" and plan.training]
     update = {
-        g.name: _update(g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout)
+        g.name: _update_seconds(
+            g.bytes, values[g.name], zero.get(g.name), prices, options, g.layout
+        )
         for g in trained
     }
     choices = dict(plan.choices)
     if staged:
-        choices["stages"] = [_stage(s, plan, (changed, changes), update) for s in choices["stages"]]
+        choices["stages"] = [
+            _reprice_stage(s, plan, (changed, changes), update) for s in choices["stages"]
+        ]
     spent = {**plan.cost_breakdown, "updating": sum(update.values())}
     return dataclasses.replace(
         plan,
@@ -161,7 +167,7 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     )
 
 
-def _update(
+def _update_seconds(
     nbytes: int,
     value: Value,
     zero: dict[str, Any] | None,
@@ -179,7 +185,7 @@ def _update(
     )
 
 
-def _stage(
+def _reprice_stage(
     stage: dict[str, Any],
     plan: Plan,
     priced: tuple[Sequence[PlannedCall], Sequence[LayoutChange]],
@@ -200,7 +206,9 @@ def _stage(
         own_changes = [
             c for c in changes if (set(c.taker.split()) & own if c.taker else c.value in made)
         ]
-        sums.append((*_seconds(own_calls, own_changes, leaves), *_aside(own_changes, leaves)))
+        sums.append(
+            (*_seconds(own_calls, own_changes, leaves), *_overlappable_seconds(own_changes, leaves))
+        )
     before, after = sums
     costs = dict(stage["costs"])
     ratio = [new / old if old else 1.0 for new, old in zip(after, before, strict=True)]

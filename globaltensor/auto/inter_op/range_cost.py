@@ -83,12 +83,12 @@ class Ranges:
                         self.of(((kind, again, many - many // 2),)),
                     )
                     if many > 1
-                    else self._single(kind, again)
+                    else self._segment_table(kind, again)
                 )
             self._known[row] = table
         return table
 
-    def _single(self, kind: int, again: bool) -> Table:
+    def _segment_table(self, kind: int, again: bool) -> Table:
         part = self.ground.part(kind)
         matrix = part.solve(self.weights, again, self.loose)
         have = [h in part.segment.hubs for h in self.ground.hubs if not self.loose]

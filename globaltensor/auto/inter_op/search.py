@@ -178,9 +178,9 @@ class PipelineSearch:
             if setting.bound >= self.least or (self.candidates and time.perf_counter() > until):
                 continue
             seen += 1
-            self._look(setting)
+            self._explore_setting(setting)
         if not self.candidates:
-            raise PlanError(self._too_little())
+            raise PlanError(self._no_plan_message())
         self._reschedule(until)
         self._tighten(until)
         others = min(
@@ -215,7 +215,7 @@ class PipelineSearch:
                 shapes = [m for m in shapes if m.shape in set(map(tuple, space.meshes))]
             for micros in self._micros(stages):
                 bound = sum(
-                    self._least(stages, micros)[kind][0] for kind in self.chain.kinds
+                    self._ideal_seconds(stages, micros)[kind][0] for kind in self.chain.kinds
                 ) * micros / stages + self._bubble(stages, micros)
                 yield from (Setting(bound, stages, micros, mesh) for mesh in shapes)
 
@@ -228,7 +228,7 @@ class PipelineSearch:
         """
         batch, wanted = self.batches.batch, self.space.micro_batches
         if wanted:
-            return [m for m in wanted if batch % m == 0 and self._runs(batch // m)]
+            return [m for m in wanted if batch % m == 0 and self._makes_same_calls(batch // m)]
         if self.statistics:
             return [1] if stages == 1 else []
         able = [
@@ -242,12 +242,12 @@ class PipelineSearch:
             if (
                 m <= max(64, 8 * stages)
                 and (not micro_batches or m >= 2 * micro_batches[-1])
-                and self._runs(batch // m)
+                and self._makes_same_calls(batch // m)
             ):
                 micro_batches.append(m)
         return micro_batches
 
-    def _runs(self, rows: int) -> bool:
+    def _makes_same_calls(self, rows: int) -> bool:
         """Return True if the model makes the same calls on ``rows`` rows."""
         out = self.log.get("left_out", {})
         if str(rows) not in out:
@@ -265,7 +265,7 @@ class PipelineSearch:
         The bound is the minimum over schedules (`modelled`), or over the lanes and schedules
         ``by``. It counts computing only.
         """
-        least = self._least(stages, micros)
+        least = self._ideal_seconds(stages, micros)
         work, forward = (sum(least[kind][k] for kind in self.chain.kinds) for k in (0, 1))
         if stages > len(self.chain.segments):
             return math.inf
@@ -274,7 +274,7 @@ class PipelineSearch:
             for lanes, schedule in by or self._lanes(stages)
         )
 
-    def _least(self, stages: int, micros: int) -> list[tuple[float, float]]:
+    def _ideal_seconds(self, stages: int, micros: int) -> list[tuple[float, float]]:
         """Return the minimum seconds of computing a micro-batch of each kind of segment.
 
         Each entry is (both passes, forward pass). All ranks of a stage share the work evenly, and
@@ -311,7 +311,7 @@ class PipelineSearch:
 
     # One setting
 
-    def _look(self, setting: Setting) -> None:
+    def _explore_setting(self, setting: Setting) -> None:
         _, stages, micros, mesh = setting
         ground = self._mesh_context(mesh, micros)
         settled = self.settled.get(mesh)
@@ -320,8 +320,8 @@ class PipelineSearch:
         free = StageCosts(ground, micros, stages, None)
         part, bubble = micros / (micros + stages - 1), self._bubble(stages, micros)
         if setting.key not in self.once:
-            least = [both for both, _ in self._least(stages, micros)]
-            self._raise(
+            least = [both for both, _ in self._ideal_seconds(stages, micros)]
+            self._raise_bound(
                 setting,
                 free.at_least(least, (self.least * LIMITS.setting_margin - bubble) / part) * part
                 + bubble,
@@ -331,7 +331,7 @@ class PipelineSearch:
         for sides in (False, True):
             if self.bounds[setting.key] < self.least * LIMITS.setting_margin:
                 evenly = free.evenly(sides=sides)
-                self._raise(
+                self._raise_bound(
                     setting,
                     evenly
                     if all(name in COUNTS_FILLING for _, name in self._lanes(stages))
@@ -357,7 +357,12 @@ class PipelineSearch:
         if stages > 1 and self.bounds[setting.key] < self.least:
             self._later.append((evenly, setting, ground, hub))
             hopes = {
-                id(e): min([self._hope(e[0], e[1], name) for _, name in self._lanes(e[1].stages)])
+                id(e): min(
+                    [
+                        self._optimistic_seconds(e[0], e[1], name)
+                        for _, name in self._lanes(e[1].stages)
+                    ]
+                )
                 for e in self._later
             }
             self._later = sorted(self._later, key=lambda entry: (hopes[id(entry)], entry[1][:3]))[
@@ -378,7 +383,7 @@ class PipelineSearch:
             prices,
         )
 
-    def _hope(self, evenly: float, setting: Setting, schedule: str) -> float:
+    def _optimistic_seconds(self, evenly: float, setting: Setting, schedule: str) -> float:
         """Return the best time that a schedule can reach for stages that take ``evenly`` by 1f1b.
 
         It is that time without the part of the bubble that the schedule saves.
@@ -387,7 +392,7 @@ class PipelineSearch:
         bubble = evenly * (stages - 1) / (micros + stages - 1)
         return evenly - (1 - bubble_left(schedule, stages, micros)) * bubble
 
-    def _raise(self, setting: Setting, bound: float) -> None:
+    def _raise_bound(self, setting: Setting, bound: float) -> None:
         self.bounds[setting.key] = max(self.bounds[setting.key], bound)
 
     def _lanes(self, stages: int) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -505,7 +510,10 @@ class PipelineSearch:
         for evenly, setting, ground, hub in self._later:
             for lanes, schedule in list(self._lanes(setting.stages))[1:]:
                 if (
-                    max(self.bounds[setting.key], self._hope(evenly, setting, schedule))
+                    max(
+                        self.bounds[setting.key],
+                        self._optimistic_seconds(evenly, setting, schedule),
+                    )
                     < self.least
                     and time.perf_counter() < until
                 ):
@@ -527,7 +535,7 @@ class PipelineSearch:
             lowest = min(duals, key=lambda dual: dual.value)
             if lowest.value <= self.bounds[key] and not lowest.look():
                 return
-            self._raise(setting, min(dual.value for dual in duals))
+            self._raise_bound(setting, min(dual.value for dual in duals))
 
     # The result
 
@@ -547,12 +555,12 @@ class PipelineSearch:
             if len(tried) == LIMITS.simulated_plans:
                 break
         if not tried:
-            raise PlanError(self._too_little())
+            raise PlanError(self._no_plan_message())
         _, _, _, candidate, run = min(tried, key=lambda t: t[:3])
         self.log["simulated"] = len(tried)
         return candidate, run
 
-    def _too_little(self) -> str:
+    def _no_plan_message(self) -> str:
         limit, calls = self.options.memory, self.batches.whole
         if not limit:
             return (

@@ -206,12 +206,12 @@ class MeshContext:
             storages += [
                 ParameterStorage(x, zero, y)
                 for x in layouts
-                if (y := self._shares(value, x)) is not None
+                if (y := self._fully_sharded_layout(value, x)) is not None
                 for zero in (1, 2)
             ]
         return storages
 
-    def _shares(self, value: Value, layout: Layout) -> Layout | None:
+    def _fully_sharded_layout(self, value: Value, layout: Layout) -> Layout | None:
         """Return the layout that shards a parameter over all axes on which it is replicated."""
         alike = [a for a, e in enumerate(layout) if e.is_broadcast and self.mesh.shape[a] > 1]
         if not alike:
@@ -331,12 +331,12 @@ class SegmentProblem:
     def __post_init__(self) -> None:
         g, s = self.ground, self.segment
         values = g.calls.values
-        self.hubs = [self._node("value", h, g.hubs[h], {}) for h in g.chain.hubs if h in s.hubs]
-        self.taken = self._node("face", s.takes, g.faces(s.takes), {})
+        self.hubs = [self._add_node("value", h, g.hubs[h], {}) for h in g.chain.hubs if h in s.hubs]
+        self.taken = self._add_node("face", s.takes, g.faces(s.takes), {})
         same = s.takes == s.gives and s.takes >= 0
-        self.gave = self._node("gives", s.gives, g.faces(s.gives), {})
+        self.gave = self._add_node("gives", s.gives, g.faces(s.gives), {})
         if same:
-            self._edge(
+            self._add_edge(
                 self.taken,
                 self.gave,
                 {
@@ -351,22 +351,25 @@ class SegmentProblem:
             for v in dict.fromkeys(g.calls.calls[number].operands):
                 self.takers.setdefault(v, []).append(number)
         for number in s.calls:
-            self._call(number)
+            self._add_call(number)
         for h in s.hubs:
-            if values[h].state and g.chain.segments[_first(g.chain, h)].calls == s.calls:
+            if (
+                values[h].state
+                and g.chain.segments[_first_segment_with(g.chain, h)].calls == s.calls
+            ):
                 self.costs[self.node_of["value", h]].update(g.keeping(values[h], g.hubs[h]))
         for v in s.own_states:
             storages = g.storages(values[v])
-            self._node("value", v, storages, g.keeping(values[v], storages))
+            self._add_node("value", v, storages, g.keeping(values[v], storages))
         for number in s.calls:
             for v in g.calls.calls[number].outs:
-                self._made(values[v])
+                self._add_maker_edge(values[v])
         for v in self.takers:
-            self._taken(values[v])
+            self._add_user_edges(values[v])
 
     # Build the problem
 
-    def _node(self, what: str, number: int, options: Sequence[Any], costs: Costs) -> int:
+    def _add_node(self, what: str, number: int, options: Sequence[Any], costs: Costs) -> int:
         node = len(self.costs)
         self.sizes[node] = len(options)
         self.costs.append(dict(costs))
@@ -374,10 +377,10 @@ class SegmentProblem:
         self.node_of[what, number] = node
         return node
 
-    def _edge(self, i: int, j: int, costs: Costs) -> None:
+    def _add_edge(self, i: int, j: int, costs: Costs) -> None:
         self.edges.append((i, j, costs))
 
-    def _call(self, number: int) -> None:
+    def _add_call(self, number: int) -> None:
         g, call, strategies = self.ground, self.ground.calls.calls[number], self.candidates[number]
         values, training = g.calls.values, g.calls.training
         backward = strategies.backward > 0
@@ -391,7 +394,7 @@ class SegmentProblem:
             saved_bytes = strategies.share * call.extra
             for v in dict.fromkeys(call.operands):
                 value = values[v]
-                if value.saved and not value.state and not value.plain and self._single(v):
+                if value.saved and not value.state and not value.plain and self._has_single_user(v):
                     saved_bytes = saved_bytes + g.bytes(
                         value, strategies.ins[call.operands.index(v)]
                     )
@@ -404,38 +407,38 @@ class SegmentProblem:
                 )
             busy = busy + g.bytes(values[v], strategies.outs[k])
         costs[Quantity.WORKSPACE] = busy * (1 + training)
-        self._node("call", number, range(len(strategies)), costs)
+        self._add_node("call", number, range(len(strategies)), costs)
 
-    def _single(self, v: int) -> bool:
+    def _has_single_user(self, v: int) -> bool:
         """Return True if a single call takes the value.
 
         Then the layout saved for backward is the one in which that call takes the value.
         """
         return v not in self.ground.chain.hubs and len(set(self.ground.calls.values[v].takers)) == 1
 
-    def _made(self, value: Value) -> None:
+    def _add_maker_edge(self, value: Value) -> None:
         """Add an edge from the call that makes a value to the node that represents the value."""
         g, s = self.ground, self.segment
         call = g.calls.calls[value.maker]
         made = self.candidates[call.number].outs[call.outs.index(value.number)]
         maker = self.node_of["call", call.number]
         if value.number == s.gives:
-            self._change(value, maker, made, self.gave, self.options[self.gave])
+            self._add_change_edge(value, maker, made, self.gave, self.options[self.gave])
         elif value.number in s.hubs:
             hub = self.node_of["value", value.number]
-            self._change(value, maker, made, hub, self.options[hub])
+            self._add_change_edge(value, maker, made, hub, self.options[hub])
             if value.saved and g.calls.training:
                 self.costs[hub][Quantity.ACTIVATIONS] = g.bytes(value, self.options[hub])
         elif len(self.takers.get(value.number, ())) > 1:
-            self._held(value, maker, made)
+            self._add_shared_value(value, maker, made)
 
-    def _change(
+    def _add_change_edge(
         self, value: Value, i: int, src: Sequence[Layout], j: int, dst: Sequence[Layout]
     ) -> None:
         there, back = self.ground.change(value, src, dst)
-        self._edge(i, j, {Quantity.FORWARD: there, Quantity.BACKWARD: back})
+        self._add_edge(i, j, {Quantity.FORWARD: there, Quantity.BACKWARD: back})
 
-    def _held(self, value: Value, before: int, made: Sequence[Layout]) -> None:
+    def _add_shared_value(self, value: Value, before: int, made: Sequence[Layout]) -> None:
         """Add a node for a value that several calls take.
 
         Its options are pairs of layouts. The first is the one in which the value is made. The
@@ -444,7 +447,7 @@ class SegmentProblem:
         g = self.ground
         several: list[Layout] = []
         if g.options.collect and len(g.mesh.shape) < 3:
-            wanted = [set(self._wanted(value.number, t)) for t in self.takers[value.number]]
+            wanted = [set(self._wanted_layouts(value.number, t)) for t in self.takers[value.number]]
             several = [
                 x
                 for x in dict.fromkeys(y for w in wanted for y in sorted(w, key=str))
@@ -466,7 +469,7 @@ class SegmentProblem:
             costs[Quantity.ACTIVATIONS] = g.bytes(value, [x for x, _ in pairs]) + np.array(
                 [0.0 if y is None else g.bytes(value, [y])[0] for _, y in pairs]
             )
-        node = self._node("value", value.number, pairs, costs)
+        node = self._add_node("value", value.number, pairs, costs)
         if several:
             largest = max(g.calls.values[v].nbytes for v in self.takers)
             self.pairs[node] = Pairs(
@@ -475,41 +478,41 @@ class SegmentProblem:
                 value.nbytes < SMALL * largest,
             )
         first = np.array([[0.0 if x == p[0] else NEVER for p in pairs] for x in made])
-        self._edge(before, node, {Quantity.FORWARD: first})
+        self._add_edge(before, node, {Quantity.FORWARD: first})
 
-    def _wanted(self, v: int, taker: int) -> list[Layout]:
+    def _wanted_layouts(self, v: int, taker: int) -> list[Layout]:
         call = self.ground.calls.calls[taker]
         return self.candidates[taker].ins[call.operands.index(v)]
 
-    def _taken(self, value: Value) -> None:
+    def _add_user_edges(self, value: Value) -> None:
         """Add edges from the node that represents a value to the calls that take the value."""
         g, s, v = self.ground, self.segment, value.number
         takers = self.takers[v]
         if v == s.takes and v != s.gives and len(takers) > 1 and len(g.mesh.shape) < 3:
-            self._held(value, self.taken, self.options[self.taken])
-        elif v == s.takes and value.saved and g.calls.training and not self._single(v):
+            self._add_shared_value(value, self.taken, self.options[self.taken])
+        elif v == s.takes and value.saved and g.calls.training and not self._has_single_user(v):
             self.costs[self.taken][Quantity.ACTIVATIONS] = g.bytes(value, self.options[self.taken])
         node = self.node_of.get(
             ("value", v), self.taken if v == s.takes else self.gave if v == s.gives else None
         )
         for taker in takers:
-            wanted, j = self._wanted(v, taker), self.node_of["call", taker]
+            wanted, j = self._wanted_layouts(v, taker), self.node_of["call", taker]
             if node is not None and value.state == "parameter":
-                self._edge(node, j, g.fetch(value, self.options[node], wanted))
+                self._add_edge(node, j, g.fetch(value, self.options[node], wanted))
             elif (
                 node is not None
                 and ("value", v) in self.node_of
                 and not value.state
                 and v not in s.hubs
             ):
-                self._edge(node, j, self._from_pairs(value, self.options[node], wanted))
+                self._add_edge(node, j, self._costs_from_pairs(value, self.options[node], wanted))
             elif node is not None:
-                self._change(value, node, self.options[node], j, wanted)
+                self._add_change_edge(value, node, self.options[node], j, wanted)
             elif value.plain:
-                self._add(j, Quantity.FORWARD, g.change(value, [g.whole], wanted)[0][0])
+                self._add_cost(j, Quantity.FORWARD, g.change(value, [g.whole], wanted)[0][0])
             elif value.maker in self.candidates:
                 call = g.calls.calls[value.maker]
-                self._change(
+                self._add_change_edge(
                     value,
                     self.node_of["call", value.maker],
                     self.candidates[value.maker].outs[call.outs.index(v)],
@@ -517,10 +520,10 @@ class SegmentProblem:
                     wanted,
                 )
 
-    def _add(self, node: int, quantity: str, amounts: Array) -> None:
+    def _add_cost(self, node: int, quantity: str, amounts: Array) -> None:
         self.costs[node][quantity] = self.costs[node].get(quantity, 0.0) + amounts
 
-    def _from_pairs(
+    def _costs_from_pairs(
         self, value: Value, pairs: Sequence[tuple[Layout, Layout | None]], wanted: Sequence[Layout]
     ) -> Costs:
         g = self.ground
@@ -583,7 +586,7 @@ class SegmentProblem:
             ((i,), costs) for i, costs in enumerate(self.costs) if costs
         ]
         rows += [((i, j), costs) for i, j, costs in self.edges]
-        eliminated, options_of = self._least(
+        eliminated, options_of = self._eliminate_nodes(
             [(nodes, _weighted(costs, per)) for nodes, costs in rows], active
         )
         choice = eliminated.choices()
@@ -616,7 +619,7 @@ class SegmentProblem:
             score = score + activations * boundary[:, None]
         return SegmentCosts(np.where(score < NEVER / 10, score, np.inf), parts, choice)
 
-    def _least(
+    def _eliminate_nodes(
         self, factors: Sequence[Factor], active: Mapping[int, Sequence[int]] | None
     ) -> tuple[Eliminated, dict[int, Sequence[int]]]:
         """Eliminate all nodes except the ends and the active hubs.
@@ -692,5 +695,5 @@ def _weighted(costs: Mapping[int, Array], per: Mapping[int, float]) -> Array:
     return total
 
 
-def _first(chain: Chain, hub: int) -> int:
+def _first_segment_with(chain: Chain, hub: int) -> int:
     return next(k for k, s in enumerate(chain.segments) if hub in s.hubs)

@@ -103,9 +103,9 @@ class StageCosts:
         self.kinds = ground.chain.kinds
         self.recompute = recompute and ground.calls.training
         self.prices = prices
-        self._forget()
+        self._reset_caches()
 
-    def _forget(self) -> None:
+    def _reset_caches(self) -> None:
         self._ranges: list[Ranges] = []
         self._known: dict[Any, StageOptions] = {}
         self._looks: list[Weighting] = []
@@ -121,12 +121,12 @@ class StageCosts:
         if not self._looks:
             self._looks = [
                 Weighting(),
-                *self._sides(self._chain(self.first)),
+                *self._traffic_weightings(self._chain(self.first)),
                 *map(Weighting, self.prices[1:]),
             ]
         return self._looks
 
-    def _sides(self, table: Table) -> list[Weighting]:
+    def _traffic_weightings(self, table: Table) -> list[Weighting]:
         """List weightings for chains that gather or sum for longer than they compute.
 
         The list is empty if the best chain of ``table`` does neither.
@@ -167,20 +167,20 @@ class StageCosts:
         key = runs(self.kinds[a:b], [False] * (b - a)), flight
         found = self._known.get(key)
         if found is None:
-            found = self._known[key] = self._best(self.kinds[a:b], flight)
+            found = self._known[key] = self._best_options(self.kinds[a:b], flight)
         return found
 
     def table(self, kinds: Sequence[int], way: StageVariant) -> Table:
         again = [k < way.recomputed for k in range(len(kinds))]
         return self.ranges(way.weights).of(runs(kinds, again))
 
-    def _best(self, kinds: Sequence[int], flight: float) -> StageOptions:
+    def _best_options(self, kinds: Sequence[int], flight: float) -> StageOptions:
         score = best = None
         ways: list[StageVariant] = []
         for k, look in enumerate(self.looks):
             if look.price and score is not None and np.isfinite(score).all():
                 break  # everything fits already, so a price on memory gains nothing
-            for way in self._ways(kinds, k, flight):
+            for way in self._recompute_variants(kinds, k, flight):
                 table = self.table(kinds, way)
                 parts = table.parts[:, self.hub]
                 memory, time, step = (
@@ -216,28 +216,30 @@ class StageCosts:
             tuple(ways),
         )
 
-    def _ways(self, kinds: Sequence[int], k: int, flight: float) -> list[StageVariant]:
+    def _recompute_variants(
+        self, kinds: Sequence[int], k: int, flight: float
+    ) -> list[StageVariant]:
         """List the amounts of recomputation to try.
 
         They are nothing, and the fewest segments that make the stage fit. If nothing makes it fit,
         the only entry recomputes everything.
         """
         plain = StageVariant(k, 0)
-        if self.limit is None or not self.recompute or self._fits(kinds, plain, flight):
+        if self.limit is None or not self.recompute or self._fits_memory(kinds, plain, flight):
             return [plain]
         low, high = 0, len(kinds)
-        if not self._fits(kinds, StageVariant(k, high), flight):
+        if not self._fits_memory(kinds, StageVariant(k, high), flight):
             return [StageVariant(k, high)]
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (
                 (low, middle)
-                if self._fits(kinds, StageVariant(k, middle), flight)
+                if self._fits_memory(kinds, StageVariant(k, middle), flight)
                 else (middle, high)
             )
         return [plain, StageVariant(k, high)]
 
-    def _fits(self, kinds: Sequence[int], way: StageVariant, flight: float) -> bool:
+    def _fits_memory(self, kinds: Sequence[int], way: StageVariant, flight: float) -> bool:
         found = self.table(kinds, way)
         memory = held(found.parts[:, self.hub], flight)
         best = np.unravel_index(int(found.score[self.hub].argmin()), memory.shape)
@@ -250,12 +252,15 @@ class StageCosts:
         where gathering or summing takes longer than computing, try other weightings too and return
         the largest bound.
         """
-        found = self._chain(self._loose(Weighting(), gathers))
-        others = self._sides(found) if sides else []
+        found = self._chain(self._free_hub_ranges(Weighting(), gathers))
+        others = self._traffic_weightings(found) if sides else []
         least = max(
             [
                 float(found.score.min()),
-                *(float(self._chain(self._loose(look, gathers)).score.min()) for look in others),
+                *(
+                    float(self._chain(self._free_hub_ranges(look, gathers)).score.min())
+                    for look in others
+                ),
             ]
         )
         return (
@@ -269,7 +274,7 @@ class StageCosts:
         micro-batch of each kind; it counts for kinds that have not been solved yet.
         """
         time, counts = self.micros + self.stages - 1, Counter(self.kinds)
-        ranges, segments = self._loose(Weighting(), 1.0), self.ground.chain
+        ranges, segments = self._free_hub_ranges(Weighting(), 1.0), self.ground.chain
         total = time * sum(n * ideals[kind] for kind, n in counts.items())
         for kind in sorted(
             counts, key=lambda k: len(segments.segments[segments.first[k]].calls) / counts[k]
@@ -281,7 +286,7 @@ class StageCosts:
                 break
         return total / self.stages
 
-    def _loose(self, look: Weighting, gathers: float) -> Ranges:
+    def _free_hub_ranges(self, look: Weighting, gathers: float) -> Ranges:
         return Ranges(self.ground, self._weights(look)._replace(gathers=gathers), True)
 
     def settle(self, k: int = 0) -> None:
@@ -315,7 +320,7 @@ class StageCosts:
             found = costs(best, h)
             best = {**best, h: [found.index(min(found))]}
         ground.active = best
-        self._forget()
+        self._reset_caches()
 
 
 def held(parts: Array, flight: float) -> Array:
@@ -334,7 +339,7 @@ def taken(parts: Array, seen: float) -> Array:
     """
     f, b, g = (parts[q] for q in (Quantity.FORWARD, Quantity.BACKWARD, Quantity.GATHERS))
     ahead = np.where(b > 0, g / 2, g)
-    return _beside(f, ahead, seen) + _beside(b, g - ahead, seen)
+    return _overlapped_seconds(f, ahead, seen) + _overlapped_seconds(b, g - ahead, seen)
 
 
 def once(parts: Array, seen: float) -> Array:
@@ -345,11 +350,13 @@ def once(parts: Array, seen: float) -> Array:
     b, g, r = (parts[q] for q in (Quantity.BACKWARD, Quantity.GATHERS, Quantity.REDUCTIONS))
     behind = np.where(b > 0, g / 2, 0.0)
     return np.asarray(
-        parts[Quantity.OPTIMIZER] + _beside(b, behind + r, seen) - _beside(b, behind, seen)
+        parts[Quantity.OPTIMIZER]
+        + _overlapped_seconds(b, behind + r, seen)
+        - _overlapped_seconds(b, behind, seen)
     )
 
 
-def _beside(computing: Array, moving: Array, seen: float) -> Array:
+def _overlapped_seconds(computing: Array, moving: Array, seen: float) -> Array:
     return np.asarray(np.maximum(computing, moving) + seen * np.minimum(computing, moving))
 
 
@@ -419,7 +426,7 @@ def divide_into_stages(
     considered. With ``loads=None`` all stages are considered. ``faces(b)`` lists the layouts
     considered at cut b; None: all.
     """
-    pairs = _pairs(segments, stages, loads, slack)
+    pairs = _stage_ranges(segments, stages, loads, slack)
     tables: dict[tuple[int, int, int], tuple[Array, Array]] = {}
     for i, a, b in pairs:
         found = stage(i, a, b)
@@ -443,15 +450,15 @@ def divide_into_stages(
     limits = sorted(
         {float(x) for _, pace in tables.values() for x in pace[np.isfinite(pace)].ravel()}
     )
-    free = _least(tables, crossing, segments, stages, math.inf)
+    free = _min_sum_division(tables, crossing, segments, stages, math.inf)
     if free is None or not limits:
         return None
-    low = bisect.bisect_left(limits, _pace(tables, crossing, segments, stages))
+    low = bisect.bisect_left(limits, _min_bottleneck(tables, crossing, segments, stages))
     best: tuple[float, tuple[int, ...], tuple[int, ...]] | None = None
     for limit in limits[low:]:
         if best is not None and limit + free[0] >= best[0]:
             break
-        found_here = _least(tables, crossing, segments, stages, limit)
+        found_here = _min_sum_division(tables, crossing, segments, stages, limit)
         if found_here is None:
             continue
         cost, cuts, between = found_here
@@ -470,7 +477,7 @@ def divide_into_stages(
     return StageDivision(best[1], own, best[0])
 
 
-def _pairs(
+def _stage_ranges(
     segments: int, stages: int, loads: Sequence[float] | None, slack: float
 ) -> list[tuple[int, int, int]]:
     """List (stage, start, end) of the ranges that a stage may have."""
@@ -494,7 +501,7 @@ def _pairs(
     return stage_ranges
 
 
-def _pace(
+def _min_bottleneck(
     tables: dict[tuple[int, int, int], tuple[Array, Array]],
     crossing: dict[tuple[int, int], Array],
     segments: int,
@@ -513,7 +520,7 @@ def _pace(
     return float(best[stages, segments].min())
 
 
-def _least(
+def _min_sum_division(
     tables: dict[tuple[int, int, int], tuple[Array, Array]],
     crossing: dict[tuple[int, int], Array],
     segments: int,

@@ -165,22 +165,22 @@ class Responses:
         )
 
         def make() -> Iterator[_UnnamedChoice]:
-            around = _Around(self, node)
+            around = _ChangedCall(self, node)
             seen = {tuple(out[self.choice[node]] for out in strategies.outs)}
-            for k, (extra, changed) in _cheapest(around.lower, around.way):
+            for k, (extra, changed) in _cheapest(around.lower, around.exact_alternative):
                 outs = tuple(out[k] for out in strategies.outs)
                 if outs not in seen:
                     seen.add(outs)
-                    yield self._told(
+                    yield self._explain_choice(
                         tuple(x[k] for x in strategies.ins), outs, extra, changed, place
                     )
 
-        return self._others(
+        return self._named_alternatives(
             (
                 "call",
                 id(strategies),
                 tuple(map(place.values.index, (*call.operands, *call.outs))),
-                self._star_of(node),
+                self._call_key(node),
             ),
             make,
             place,
@@ -205,31 +205,35 @@ class Responses:
                 "led",
                 id(f.candidates[call.number]),
                 place.nodes.index(node),
-                self._star_of(takers[0]),
+                self._call_key(takers[0]),
             )
         else:
             place = _Neighborhood([node], [value.number], ())
-            key = "alone", self._leaf(node, -1)
+            key = "alone", self._value_key(node, -1)
 
         def make() -> Iterator[_UnnamedChoice]:
-            lower, way = _Around(self, takers[0]).led_by(node) if follows else self._by_itself(node)
+            lower, way = (
+                _ChangedCall(self, takers[0]).value_change_costs(node)
+                if follows
+                else self._single_change_costs(node)
+            )
             seen = {pairs[self.choice[node]][0]}
             for s, (extra, changed) in _cheapest(lower, way):
                 if pairs[s][0] not in seen:
                     seen.add(pairs[s][0])
-                    yield self._told((), (pairs[s][0],), extra, changed, place)
+                    yield self._explain_choice((), (pairs[s][0],), extra, changed, place)
 
-        return self._others(key, make, place)
+        return self._named_alternatives(key, make, place)
 
     # Cache keys of equal places
 
-    def _star_of(self, node: int) -> Hashable:
+    def _call_key(self, node: int) -> Hashable:
         """Return a key that is equal for calls whose surrounding costs and choices are equal."""
         costs, marks = self.f.problem.costs, self.sums.marks.get(node, {})
-        beside = [self._leaf(b, node) if b in self.value_at else self.choice[b] for b in marks]
+        beside = [self._value_key(b, node) if b in self.value_at else self.choice[b] for b in marks]
         return id(costs[node]), self.choice[node], tuple(marks.values()), tuple(beside)
 
-    def _leaf(self, node: int, without: int) -> Hashable:
+    def _value_key(self, node: int, without: int) -> Hashable:
         """Return such a key for a value, ignoring its edge to the call ``without``."""
         marks = self.sums.marks.get(node, {})
         others = tuple((mark, self.choice[b]) for b, mark in marks.items() if b != without)
@@ -241,7 +245,7 @@ class Responses:
             others,
         )
 
-    def _others(
+    def _named_alternatives(
         self, key: Hashable, make: Callable[[], Iterator[_UnnamedChoice]], place: _Neighborhood
     ) -> tuple[OtherChoice, ...]:
         """Return the first few alternatives from ``make``, with the names of this place.
@@ -251,9 +255,9 @@ class Responses:
         key = key, tuple(self.changes.situation(self.f.calls.values[v]) for v in place.values)
         if key not in self._known:
             self._known[key] = list(itertools.islice(make(), _MAX_LISTED))
-        return tuple(self._named(known, place) for known in self._known[key])
+        return tuple(self._add_names(known, place) for known in self._known[key])
 
-    def _named(self, unnamed: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
+    def _add_names(self, unnamed: _UnnamedChoice, place: _Neighborhood) -> OtherChoice:
         because = unnamed.because
         if unnamed.kind is not None:
             because = moved(
@@ -264,7 +268,7 @@ class Responses:
 
     # Costs
 
-    def _by_itself(self, node: int) -> tuple[Array, Callable[[int], Way]]:
+    def _single_change_costs(self, node: int) -> tuple[Array, Callable[[int], Way]]:
         """Return lower bounds of the extra costs for a node that changes alone, and a function.
 
         The function returns the exact alternative with one strategy.
@@ -303,10 +307,10 @@ class Responses:
         first, last = min((a for a, _ in spans), default=0), max((b for _, b in spans), default=1)
         level = np.zeros(last - first + 1)
         for node, k in enumerate(self.choice):
-            self._add(level, first, node, k, 1.0)
+            self._add_usage(level, first, node, k, 1.0)
         return level[:-1].cumsum() if len(level) > 1 else level, first
 
-    def _add(self, steps: Array, first: int, node: int, k: int, sign: float) -> None:
+    def _add_usage(self, steps: Array, first: int, node: int, k: int, sign: float) -> None:
         for start, end, amounts in self.f.problem.usages[node]:
             steps[0 if start is None else start - first] += sign * amounts[k]
             steps[-1 if end is None else end - first] -= sign * amounts[k]
@@ -316,13 +320,13 @@ class Responses:
         steps = np.zeros(len(self.level) + 1)
         for node, k in changed.items():
             if k != self.choice[node]:
-                self._add(steps, self.start, node, k, 1.0)
-                self._add(steps, self.start, node, self.choice[node], -1.0)
+                self._add_usage(steps, self.start, node, k, 1.0)
+                self._add_usage(steps, self.start, node, self.choice[node], -1.0)
         return round(float((self.level + steps[:-1].cumsum()).max()) - self.peak)
 
     # Explanations
 
-    def _told(
+    def _explain_choice(
         self,
         takes: tuple[Layout, ...],
         gives: tuple[Layout, ...],
@@ -336,12 +340,14 @@ class Responses:
         for node, k in changed.items():
             self.choice[node] = k
         after = [self.changes.kinds(value, self.choice) for value in values]
-        parts = [part for number in place.calls for part in self._computing(number, old_choice)]
+        parts = [
+            part for number in place.calls for part in self._added_call_costs(number, old_choice)
+        ]
         for node, k in old_choice.items():
             self.choice[node] = k
         more, what = max(parts, key=lambda part: part[0], default=(0.0, ""))
         moving = [
-            (*_moving(a, b), i)
+            (*_added_change_cost(a, b), i)
             for i, (a, b) in enumerate(zip(now, after, strict=True))
             if a is not b
         ]
@@ -363,7 +369,7 @@ class Responses:
             value,
         )
 
-    def _computing(self, number: int, old_choice: dict[int, int]) -> list[tuple[float, str]]:
+    def _added_call_costs(self, number: int, old_choice: dict[int, int]) -> list[tuple[float, str]]:
         """Return what the call's new strategy adds in computing and in its own communication."""
         strategies, node = self.f.candidates[number], self.f.node_of_call[number]
         new, old = self.choice[node], old_choice.get(node, self.choice[node])
@@ -375,7 +381,7 @@ class Responses:
             - strategies.backward[old]
         )
         moving = float(strategies.moving[new] - strategies.moving[old])
-        parts, before = _part(strategies.share[new]), _part(strategies.share[old])
+        parts, before = _fraction_text(strategies.share[new]), _fraction_text(strategies.share[old])
         slower = (
             f"each rank computes {parts} of it, not {before}"
             if parts != before
@@ -384,7 +390,7 @@ class Responses:
         return [(computing, slower), (moving, "the call's own communication")]
 
 
-class _Around:
+class _ChangedCall:
     """A call with a changed strategy, and its neighbouring values, which follow.
 
     ``lower`` is a lower bound of the extra cost of each strategy.
@@ -415,7 +421,7 @@ class _Around:
         """The star's cost in the other sum at which that sum equals the plan's cost."""
         return self.other.at(self.responses.choice[self.node], self.picks) + self.responses.behind
 
-    def way(self, k: int, held: Mapping[int, int] | None = None) -> Way:
+    def exact_alternative(self, k: int, held: Mapping[int, int] | None = None) -> Way:
         """Return the exact alternative with strategy ``k`` of the call.
 
         ``held`` has the strategies of neighbouring values that do not follow.
@@ -445,7 +451,7 @@ class _Around:
         changed = {self.node: k, **picks}
         return extra, {node: s for node, s in changed.items() if s != self.responses.choice[node]}
 
-    def led_by(self, leaf: int) -> tuple[Array, Callable[[int], Way]]:
+    def value_change_costs(self, leaf: int) -> tuple[Array, Callable[[int], Way]]:
         """Return lower bounds of a neighbouring value's extra costs, and a function.
 
         The call follows the value here. The function returns the exact alternative with one
@@ -461,7 +467,7 @@ class _Around:
         if self.both:
             lower = np.maximum(lower, least(self.other) - self.ahead)
         return lower.min(0), lambda s: next(
-            _cheapest(lower[:, s], lambda k: self.way(k, {leaf: s}))
+            _cheapest(lower[:, s], lambda k: self.exact_alternative(k, {leaf: s}))
         )[1]
 
 
@@ -496,12 +502,12 @@ def least_larger(
     a, b = np.array([first]), np.array([second])
     steps = []
     for x, y in rows:
-        undominated = _front(x, y)
+        undominated = _pareto_front(x, y)
         firsts, seconds = (
             (a[:, None] + x[undominated]).ravel(),
             (b[:, None] + y[undominated]).ravel(),
         )
-        at = _front(firsts, seconds)
+        at = _pareto_front(firsts, seconds)
         if len(at) > _MAX_PAIRS:
             at = at[np.linspace(0, len(at) - 1, _MAX_PAIRS).astype(int)]
         steps.append((at // len(undominated), undominated[at % len(undominated)]))
@@ -514,7 +520,7 @@ def least_larger(
     return float(max(a[best], b[best])), picks[::-1]
 
 
-def _front(a: Array, b: Array) -> Array:
+def _pareto_front(a: Array, b: Array) -> Array:
     """Return the indices of the pairs that no other pair dominates, ordered by the first entry."""
     order = np.lexsort((b, a))
     order = order[np.isfinite(a[order])]
@@ -522,7 +528,7 @@ def _front(a: Array, b: Array) -> Array:
     return order[np.append(True, least[1:] < least[:-1])]
 
 
-def _moving(
+def _added_change_cost(
     before: Sequence[ChangeClass], after: Sequence[ChangeClass]
 ) -> tuple[float, ChangeClass | None]:
     """Return (extra seconds of a value's changes of layout, the most expensive new one)."""
@@ -564,5 +570,5 @@ def moved(change: LayoutChange) -> str:
     return f"{what} ({show_bytes(change.bytes)}, {how})"
 
 
-def _part(share: float) -> str:
+def _fraction_text(share: float) -> str:
     return "all" if share >= 1 else f"1/{1 / share:.3g}"

@@ -186,10 +186,12 @@ class Formulation:
 
     def twice(self, value: Value, src: Layout, dst: Layout) -> bool:
         """Return True if a change of a parameter's layout is made again in backward."""
-        return _twice(self.calls, self.options, value, src, dst)
+        return _is_gathered_twice(self.calls, self.options, value, src, dst)
 
 
-def _twice(calls: Calls, options: Options, value: Value, src: Layout, dst: Layout) -> bool:
+def _is_gathered_twice(
+    calls: Calls, options: Options, value: Value, src: Layout, dst: Layout
+) -> bool:
     return options.freed and calls.training and value.saved and bool(gathers(src, dst))
 
 
@@ -269,13 +271,13 @@ class _Builder:
             self.candidates[call.number] = self.menu.of(call, self.calls.values)
         for value in self.calls.values:
             if value.state and any(t in self.candidates for t in value.takers):
-                self._given(value)
+                self._add_state(value)
         for call in live:
-            self._call(call.number)
+            self._add_call(call.number)
         for value in self.calls.values:
             takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
             if not value.state and len(takers) > 1 and value.maker in self.candidates:
-                self._held(value, takers)
+                self._add_computed_value(value, takers)
         for value in self.calls.values:
             self._edges(value)
         return Formulation(
@@ -286,10 +288,10 @@ class _Builder:
 
     # Nodes
 
-    def _given(self, value: Value) -> None:
+    def _add_state(self, value: Value) -> None:
         fixed = self.options.fixed.get(value.path or value.name)
         made = (
-            self._once(("fixed", fixed), (), lambda: list(fixed))
+            self._cached(("fixed", fixed), (), lambda: list(fixed))
             if fixed
             else self.menu.states(value, value.state != "buffer")
         )
@@ -298,15 +300,15 @@ class _Builder:
         usage: list[Use] = []
         saved_bytes, apart = np.zeros(len(pairs)), ()
         if value.state == "parameter":
-            pairs, apart = self._grown(value, made, pairs, takers)
-            usage, saved_bytes = self._copied(value, pairs, apart, takers)
-        costs = self._kept_cost(value, pairs)
-        size = self._bytes(value, self._ends(pairs).first)
+            pairs, apart = self._parameter_strategies(value, made, pairs, takers)
+            usage, saved_bytes = self._copy_usage(value, pairs, apart, takers)
+        costs = self._second_layout_cost(value, pairs)
+        size = self._local_bytes(value, self._ends(pairs).first)
         if value.state == "parameter" and self.calls.training and value.grad:
             usage.append(
                 (
                     None,
-                    self._once(
+                    self._cached(
                         ("states", self.options.optimizer_state_ratio),
                         (size,),
                         lambda: size * (2 + self.options.optimizer_state_ratio),
@@ -314,7 +316,7 @@ class _Builder:
                 )
             )
             key = "updating", value.dtype, self.options.optimizer_state_ratio
-            costs = self._once(
+            costs = self._cached(
                 key,
                 (costs, size),
                 lambda: (
@@ -326,23 +328,23 @@ class _Builder:
             )
         else:
             usage.append((None, size))
-        self._add(value, pairs, costs, usage)
+        self._add_value_node(value, pairs, costs, usage)
         node = self.node_of_value[value.number]
         self.copies[node], self.apart[node] = saved_bytes, apart
 
-    def _call(self, number: int) -> None:
+    def _add_call(self, number: int) -> None:
         call, strategies = self.calls.calls[number], self.candidates[number]
-        costs = self._once(
+        costs = self._cached(
             ("costs", self.options.computation, self.back),
             (strategies,),
-            lambda: self._costs(strategies),
+            lambda: self._strategy_seconds(strategies),
         )
         usage: list[Use] = []
         if call.extra and self.calls.training:
             usage.append(
                 (
-                    self._kept(number),
-                    self._once(
+                    self._saved_interval(number),
+                    self._cached(
                         ("extra", call.extra), (strategies,), lambda: strategies.share * call.extra
                     ),
                 )
@@ -355,50 +357,56 @@ class _Builder:
                 usage += self._usage(value, strategies.outs[k])
         for k, v in enumerate(call.operands):
             value = self.calls.values[v]
-            if value.saved and self._single(value) and self.calls.training:
-                usage.append((self._kept(number), self._bytes(value, strategies.ins[k])))
+            if value.saved and self._has_single_user(value) and self.calls.training:
+                usage.append(
+                    (self._saved_interval(number), self._local_bytes(value, strategies.ins[k]))
+                )
         self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
 
-    def _costs(self, found: StrategyTable) -> Array:
-        own = np.where(found.backward > 0, (1 + self.back) / 2, 1.0) * found.moving
+    def _strategy_seconds(self, strategies: StrategyTable) -> Array:
+        own = np.where(strategies.backward > 0, (1 + self.back) / 2, 1.0) * strategies.moving
         return np.asarray(
-            self.options.computation * (found.forward + self.back * found.backward) + own
+            self.options.computation * (strategies.forward + self.back * strategies.backward) + own
         )
 
-    def _held(self, value: Value, takers: Sequence[int]) -> None:
-        given = self._made(value)
+    def _add_computed_value(self, value: Value, takers: Sequence[int]) -> None:
+        maker_layouts = self._maker_layouts(value)
         pairs = self._pairs(
-            value, self._once("different", (given,), lambda: list(dict.fromkeys(given))), takers
+            value,
+            self._cached("different", (maker_layouts,), lambda: list(dict.fromkeys(maker_layouts))),
+            takers,
         )
         ends = self._ends(pairs)
         usage = self._usage(value, ends.first)
-        copies = self._bytes(value, ends.second)
+        copies = self._local_bytes(value, ends.second)
         if copies.any():
             usage.append(
                 (
-                    (value.maker, self._last(value) + 1)
+                    (value.maker, self._last_use(value) + 1)
                     if not (value.saved and self.calls.training)
-                    else self._kept(value.maker),
+                    else self._saved_interval(value.maker),
                     copies,
                 )
             )
-        self._add(value, pairs, self._kept_cost(value, pairs), usage)
+        self._add_value_node(value, pairs, self._second_layout_cost(value, pairs), usage)
 
-    def _add(self, value: Value, pairs: list[Pair], costs: Array, usage: list[Use]) -> None:
+    def _add_value_node(
+        self, value: Value, pairs: list[Pair], costs: Array, usage: list[Use]
+    ) -> None:
         node = self.problem.node(costs, usage, name=value.path or value.name)
         self.node_of_value[value.number] = node
         self.layouts[node] = pairs
 
     # Memory
 
-    def _kept(self, number: int) -> tuple[int, int]:
+    def _saved_interval(self, number: int) -> tuple[int, int]:
         """Return the interval from a call to its backward."""
         return number, 2 * self.end - number
 
-    def _last(self, value: Value) -> int:
+    def _last_use(self, value: Value) -> int:
         return max(value.takers, default=value.maker)
 
-    def _single(self, value: Value) -> bool:
+    def _has_single_user(self, value: Value) -> bool:
         """Return True if exactly one call uses the value.
 
         Backward then uses the tensor in the layout in which that call used it.
@@ -415,26 +423,26 @@ class _Builder:
         The value is live until its last use, or until backward where it is saved. Its gradient is
         live in backward.
         """
-        size = self._bytes(value, layouts)
-        start, end = value.maker, self._last(value) + 1
+        size = self._local_bytes(value, layouts)
+        start, end = value.maker, self._last_use(value) + 1
         if not self.calls.training:
             return [((start, end), size)]
-        if value.saved and not self._single(value):
-            return [(self._kept(start), size)]
+        if value.saved and not self._has_single_user(value):
+            return [(self._saved_interval(start), size)]
         found: list[Use] = [((start, end), size)]
         if value.grad:
             found.append(((2 * self.end - end, 2 * self.end - start), size))
         return found
 
-    def _bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
+    def _local_bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
         """Return the bytes of the largest local tensor in each of these layouts; None counts 0."""
-        return self._once(
+        return self._cached(
             ("bytes", value.shape, value.dtype.itemsize),
             (layouts,),
-            lambda: self._sized(value, layouts),
+            lambda: self._compute_local_bytes(value, layouts),
         )
 
-    def _sized(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
+    def _compute_local_bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
         return np.array(
             [
                 0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x)
@@ -445,17 +453,23 @@ class _Builder:
 
     # Gathered parameters
 
-    def _more(self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]) -> Array:
+    def _needs_more_memory(
+        self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]
+    ) -> Array:
         """Return where ``dst`` needs more memory than a rank has in ``src``.
 
         The result in ``dst`` is then a copy whose memory is counted.
         """
         whole = np.array([not any(e.is_partial for e in y) for y in dst], dtype=bool)
         return np.asarray(
-            (self._sized(value, dst)[None, :] > self._sized(value, src)[:, None]) & whole[None, :]
+            (
+                self._compute_local_bytes(value, dst)[None, :]
+                > self._compute_local_bytes(value, src)[:, None]
+            )
+            & whole[None, :]
         )
 
-    def _grown(
+    def _parameter_strategies(
         self, value: Value, made: Sequence[Layout], pairs: list[Pair], takers: Sequence[int]
     ) -> tuple[list[Pair], tuple[bool, ...]]:
         """Return the strategies of a parameter, and for each whether every call has its own copy.
@@ -463,12 +477,13 @@ class _Builder:
         The strategies are those of ``pairs`` and one per copy that a call may need. Where several
         calls may need copies, one more strategy has a copy for each call.
         """
-        wanted = [self._wanted(value, t) for t in takers]
+        wanted = [self._wanted_layouts(value, t) for t in takers]
 
         def make() -> tuple[list[Pair], tuple[bool, ...]]:
             copies: dict[Layout, dict[Layout, None]] = {x: {} for x in made}
             asked = [
-                (w, self._more(value, made, w)) for w in (list(dict.fromkeys(w)) for w in wanted)
+                (w, self._needs_more_memory(value, made, w))
+                for w in (list(dict.fromkeys(w)) for w in wanted)
             ]
             several = []
             for x in made:
@@ -486,13 +501,13 @@ class _Builder:
                 several
             )
 
-        return self._once(
+        return self._cached(
             ("grown", value.shape, value.dtype.itemsize, self.options.collect),
             (made, pairs, *wanted),
             make,
         )
 
-    def _copied(
+    def _copy_usage(
         self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]
     ) -> tuple[list[Use], Array]:
         """Return the memory usage of a parameter's copies, and the bytes that autograd saves.
@@ -500,10 +515,10 @@ class _Builder:
         A copy is live from the first use to its backward, or only around each use. Where calls have
         their own copies, the usage is the sum of the largest copy of each call.
         """
-        wanted = [self._wanted(value, t) for t in takers]
+        wanted = [self._wanted_layouts(value, t) for t in takers]
         key = "copies", value.shape, value.dtype.itemsize, value.saved, self.options.freed
-        size, noted = self._once(
-            key, (pairs, *wanted), lambda: self._sizes(value, pairs, apart, wanted)
+        size, noted = self._cached(
+            key, (pairs, *wanted), lambda: self._copy_bytes(value, pairs, apart, wanted)
         )
         if not size.any():
             return [], size
@@ -521,11 +536,11 @@ class _Builder:
                 (size - saved_bytes) * value.saved + size * value.grad,
             )
 
-        saved_bytes, passing, again = self._once(
+        saved_bytes, passing, again = self._cached(
             ("amounts", value.saved, value.grad), (size, noted), make
         )
         spans = (
-            self._kept(first),
+            self._saved_interval(first),
             (first, last + 1),
             (2 * self.end - last - 1, 2 * self.end - first),
         )
@@ -535,7 +550,7 @@ class _Builder:
             if amounts.any()
         ], saved_bytes
 
-    def _sizes(
+    def _copy_bytes(
         self,
         value: Value,
         pairs: Sequence[Pair],
@@ -552,19 +567,22 @@ class _Builder:
             for those in wanted:
                 different = list(dict.fromkeys(those))
                 most = most + (
-                    self._more(value, ends.first, different)
-                    * self._sized(value, different)[None, :]
+                    self._needs_more_memory(value, ends.first, different)
+                    * self._compute_local_bytes(value, different)[None, :]
                 ).max(1)
         if ends.copies:
-            grown = (ends.of_copies >= 0) & self._more(value, ends.made, ends.copies)[
+            grown = (ends.of_copies >= 0) & self._needs_more_memory(value, ends.made, ends.copies)[
                 ends.of_made, ends.of_copies
             ]
         noted = np.array(
-            [y is not None and _twice(self.calls, self.options, value, x, y) for x, y in pairs]
+            [
+                y is not None and _is_gathered_twice(self.calls, self.options, value, x, y)
+                for x, y in pairs
+            ]
         )
-        return np.where(apart, most, grown * self._bytes(value, ends.second)), noted
+        return np.where(apart, most, grown * self._local_bytes(value, ends.second)), noted
 
-    def _once(self, key: Any, lists: tuple[Any, ...], make: Callable[[], _T]) -> _T:
+    def _cached(self, key: Any, lists: tuple[Any, ...], make: Callable[[], _T]) -> _T:
         """Return the result of `make`, cached by `key` and the identity of these lists.
 
         Equal calls share their lists, so the lists are not compared element by element. The cache
@@ -579,11 +597,11 @@ class _Builder:
 
     # Changes of layout
 
-    def _made(self, value: Value) -> list[Layout]:
+    def _maker_layouts(self, value: Value) -> list[Layout]:
         call = self.calls.calls[value.maker]
         return self.candidates[value.maker].outs[call.outs.index(value.number)]
 
-    def _wanted(self, value: Value, taker: int) -> list[Layout]:
+    def _wanted_layouts(self, value: Value, taker: int) -> list[Layout]:
         call = self.calls.calls[taker]
         return self.candidates[taker].ins[call.operands.index(value.number)]
 
@@ -593,7 +611,7 @@ class _Builder:
         A strategy is a pair: the layout that the value is made in, and one that it is also stored
         in.
         """
-        wanted = [self._wanted(value, t) for t in takers] if self.options.collect else []
+        wanted = [self._wanted_layouts(value, t) for t in takers] if self.options.collect else []
 
         def make() -> list[Pair]:
             alone: list[Pair] = [(x, None) for x in made]
@@ -605,7 +623,7 @@ class _Builder:
             ]
             return alone + [(x, y) for x in made for y in several if x != y]
 
-        return self._once("pairs", (made, *wanted), make)
+        return self._cached("pairs", (made, *wanted), make)
 
     def _ends(self, pairs: Sequence[Pair]) -> _Ends:
         def make() -> _Ends:
@@ -624,7 +642,7 @@ class _Builder:
                 of_copies,
             )
 
-        return self._once("ends", (pairs,), make)
+        return self._cached("ends", (pairs,), make)
 
     def _key(self, name: str, value: Value) -> tuple[Any, ...]:
         """Return the cache key of a value's changes of layout, without the layouts.
@@ -643,25 +661,30 @@ class _Builder:
             self.options.freed and value.saved,
         )
 
-    def _change(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+    def _change_seconds(
+        self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]
+    ) -> Array:
         """Return the seconds from each of ``layouts`` to each of ``wanted``.
 
         The gradient's change in backward is included.
         """
-        return self._once(
+        return self._cached(
             self._key("change", value),
             (layouts, wanted),
-            lambda: self._priced(value, list(layouts), list(wanted)),
+            lambda: self._price_changes(value, list(layouts), list(wanted)),
         )
 
-    def _priced(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
+    def _price_changes(self, value: Value, layouts: list[Layout], wanted: list[Layout]) -> Array:
         graded = self.calls.training and value.grad
         if value.state == "parameter":
             fetch_seconds = self.prices.fetched(value.shape, value.dtype, layouts, wanted)
             if self.options.freed:
                 fetch_seconds = fetch_seconds * np.array(
                     [
-                        [1 + _twice(self.calls, self.options, value, x, y) for y in wanted]
+                        [
+                            1 + _is_gathered_twice(self.calls, self.options, value, x, y)
+                            for y in wanted
+                        ]
                         for x in layouts
                     ]
                 )
@@ -673,14 +696,14 @@ class _Builder:
                 else 0.0
             )
             return np.asarray(fetch_seconds + self.options.wait * (fetch_seconds > 0) + back)
-        return self._onwards(value, layouts, wanted)
+        return self._boxing_seconds(value, layouts, wanted)
 
-    def _kept_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
+    def _second_layout_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
         ends = self._ends(pairs)
         if not ends.copies:
-            return self._once("nothing", (pairs,), lambda: np.zeros(len(pairs)))
-        table = self._change(value, ends.made, ends.copies)
-        return self._once(
+            return self._cached("nothing", (pairs,), lambda: np.zeros(len(pairs)))
+        table = self._change_seconds(value, ends.made, ends.copies)
+        return self._cached(
             "kept",
             (table, pairs),
             lambda: np.where(ends.of_copies < 0, 0.0, table[ends.of_made, ends.of_copies]),
@@ -691,15 +714,17 @@ class _Builder:
         takers = [t for t in dict.fromkeys(value.takers) if t in self.candidates]
         if node is None:
             if value.maker in self.candidates and takers:
-                table = self._change(value, self._made(value), self._wanted(value, takers[0]))
+                table = self._change_seconds(
+                    value, self._maker_layouts(value), self._wanted_layouts(value, takers[0])
+                )
                 self.problem.edge(
                     self.node_of_call[value.maker], self.node_of_call[takers[0]], table
                 )
             return
         pairs = self.layouts[node]
         if value.maker >= 0:
-            made = self._made(value)
-            same = self._once(
+            made = self._maker_layouts(value)
+            same = self._cached(
                 "same",
                 (made, pairs),
                 lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]),
@@ -709,10 +734,12 @@ class _Builder:
             self.problem.edge(
                 node,
                 self.node_of_call[taker],
-                self._taken(value, pairs, self._wanted(value, taker), self.apart.get(node, ())),
+                self._seconds_from_pairs(
+                    value, pairs, self._wanted_layouts(value, taker), self.apart.get(node, ())
+                ),
             )
 
-    def _taken(
+    def _seconds_from_pairs(
         self, value: Value, pairs: Sequence[Pair], wanted: Sequence[Layout], apart: tuple[bool, ...]
     ) -> Array:
         """Return the seconds from each pair of a value to each wanted layout.
@@ -724,10 +751,12 @@ class _Builder:
 
         def make() -> Array:
             ends = self._ends(pairs)
-            first = self._change(value, ends.made, wanted)[ends.of_made]
+            first = self._change_seconds(value, ends.made, wanted)[ends.of_made]
             if apart:
                 first = np.where(
-                    self._more(value, ends.first, wanted) & ~np.array(apart)[:, None], np.inf, first
+                    self._needs_more_memory(value, ends.first, wanted) & ~np.array(apart)[:, None],
+                    np.inf,
+                    first,
                 )
             if ends.copies:
                 # The change of the gradient on the way to the second layout is paid in the cost of
@@ -737,15 +766,17 @@ class _Builder:
                         [[0.0 if x == y else np.inf for x in wanted] for y in ends.copies]
                     )
                 else:
-                    second = self._onwards(value, ends.copies, wanted)
+                    second = self._boxing_seconds(value, ends.copies, wanted)
                 first = np.where(
                     (ends.of_copies >= 0)[:, None], np.minimum(first, second[ends.of_copies]), first
                 )
             return first
 
-        return self._once(self._key("taken", value), (pairs, wanted), make)
+        return self._cached(self._key("taken", value), (pairs, wanted), make)
 
-    def _onwards(self, value: Value, sources: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+    def _boxing_seconds(
+        self, value: Value, sources: Sequence[Layout], wanted: Sequence[Layout]
+    ) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*sources, *wanted])
         change_seconds = seconds[
             np.ix_([numbers[x] for x in sources], [numbers[x] for x in wanted])

@@ -92,8 +92,8 @@ class Changes:
         classes = self._found.get(key)
         if classes is None:
             classes = self._found[key] = (
-                *self._listed(value, made, second, wanted),
-                *(self._settled(value, made) if result else ()),
+                *self._list_changes(value, made, second, wanted),
+                *(self._partial_reductions(value, made) if result else ()),
             )
         return classes
 
@@ -124,7 +124,7 @@ class Changes:
             )
         return number
 
-    def _listed(
+    def _list_changes(
         self, value: Value, made: Layout, second: Layout | None, wanted: Sequence[Layout]
     ) -> list[ChangeClass]:
         out = []
@@ -135,7 +135,7 @@ class Changes:
             groups.setdefault(dst, []).append(i)
         if second is not None:
             out.append(
-                self._kind(
+                self._change_class(
                     value,
                     made,
                     second,
@@ -145,14 +145,14 @@ class Changes:
             )
         for dst, those in groups.items():
             kinds = [
-                self._kind(value, made, dst, [i], self._routes(value, sources, asked[i]))
+                self._change_class(value, made, dst, [i], self._routes(value, sources, asked[i]))
                 for i in those
             ]
             # The second layout may be the cheaper source. From there the change is that of a
             # computed value.
             if second is not None and value.state != "parameter":
                 onwards = [
-                    self._kind(
+                    self._change_class(
                         value, second, dst, [i], self._routes(value, copies, asked[i]), leaf=False
                     )
                     for i in those
@@ -197,7 +197,7 @@ class Changes:
             )
         return routes
 
-    def _settled(self, value: Value, made: Layout) -> Sequence[ChangeClass]:
+    def _partial_reductions(self, value: Value, made: Layout) -> Sequence[ChangeClass]:
         whole = tuple(broadcast if e.is_partial else e for e in made)
         if whole == made or value.maker < 0:
             return ()
@@ -224,7 +224,7 @@ class Changes:
             ),
         )
 
-    def _kind(
+    def _change_class(
         self,
         value: Value,
         src: Layout,

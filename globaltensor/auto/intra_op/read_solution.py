@@ -26,7 +26,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
     f, choice, calls = formulation, solution.choice, formulation.calls
     problem, listed, total = f.problem, Changes(f), float(solution.cost)
     changes = [change for value in calls.values for change in listed.of(value, choice)]
-    sides = _sides(f, choice, changes)
+    sides = _overlap_seconds(f, choice, changes)
     responses = Responses(
         f,
         choice,
@@ -35,7 +35,9 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         hidden(f.prices.cluster, f.options) * abs(sides.aside - sides.behind),
     )
     placed = [
-        _given(f, v, choice, responses) for v in calls.states() if v.number in f.node_of_value
+        _placed_tensor(f, v, choice, responses)
+        for v in calls.states()
+        if v.number in f.node_of_value
     ]
     planned = []
     for call in calls.calls:
@@ -52,7 +54,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
                 float(strategies.forward[k]), float(strategies.backward[k]),
                 float(strategies.moving[k]), float(strategies.share[k]),
                 responses.of_call(call.number),
-                sum(_local(f, calls.values[v], strategies.outs[i][k])
+                sum(_local_bytes(f, calls.values[v], strategies.outs[i][k])
                     for i, v in enumerate(call.outs)),
                 call.number,
             )
@@ -64,17 +66,17 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         peak, f.options.memory,
         calls.training, tuple(placed), tuple(planned), tuple(changes), over_time=tuple(memory),
         choices={"reshard_after_forward": True}
-        if any(_noted(f, v, choice) for v in calls.parameters)
+        if any(_is_gathered_in_backward(f, v, choice) for v in calls.parameters)
         else {},
-        cost_breakdown=_spent(f, choice, total, planned, changes, sides),
-        memory_breakdown=_held(f, choice, placed, peak),
+        cost_breakdown=_cost_breakdown(f, choice, total, planned, changes, sides),
+        memory_breakdown=_memory_breakdown(f, choice, placed, peak),
         moments=(1 + calls.training) * len(calls.calls),
         lost=lost_by(strategies.losses for strategies in f.candidates.values()),
         source=f.prices.cluster.origin,
     )  # fmt: skip
 
 
-class _Sides(NamedTuple):
+class _OverlapSeconds(NamedTuple):
     """The seconds of two activities that overlap.
 
     `aside` is the traffic of parameters' gradients, and `behind` is the backward pass.
@@ -84,7 +86,9 @@ class _Sides(NamedTuple):
     behind: float
 
 
-def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange]) -> _Sides:
+def _overlap_seconds(
+    f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange]
+) -> _OverlapSeconds:
     parameters = {name_of(v) for v in f.calls.parameters}
     aside = sum(c.backward for c in changes if c.value in parameters)
     back = sum(c.backward for c in changes) - aside
@@ -92,16 +96,16 @@ def _sides(f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange
         k = choice[f.node_of_call[call]]
         if found.backward[k]:
             back += float(f.options.computation * found.backward[k] + found.moving[k] / 2)
-    return _Sides(aside, back)
+    return _OverlapSeconds(aside, back)
 
 
-def _spent(
+def _cost_breakdown(
     f: Formulation,
     choice: Sequence[int],
     total: float,
     planned: Sequence[PlannedCall],
     changes: Sequence[LayoutChange],
-    sides: _Sides,
+    sides: _OverlapSeconds,
 ) -> dict[str, float]:
     """Return the components of the cost, in seconds.
 
@@ -121,14 +125,14 @@ def _spent(
     return spent
 
 
-def _noted(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
+def _is_gathered_in_backward(f: Formulation, value: Value, choice: Sequence[int]) -> bool:
     """Return True if backward gathers a parameter again."""
     node = f.node_of_value.get(value.number)
     made, copy = (None, None) if node is None else f.layouts[node][choice[node]]
     return made is not None and copy is not None and f.twice(value, made, copy)
 
 
-def _held(
+def _memory_breakdown(
     f: Formulation, choice: Sequence[int], placed: Sequence[PlacedTensor], peak: int
 ) -> dict[str, int]:
     """Return the components of the memory peak, in bytes a rank.
@@ -139,28 +143,28 @@ def _held(
     parameters = sum(g.bytes for g in placed if g.kind == "parameter")
     gradients = sum(g.bytes for g in placed if g.name in trained)
     optimizer = int(gradients * f.options.optimizer_state_ratio)
-    rest = sum(g.bytes for g in placed if g.kind != "parameter")
+    other_bytes = sum(g.bytes for g in placed if g.kind != "parameter")
     copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
-    named = {
+    terms = {
         "parameters": parameters,
         "gradients": gradients,
         "optimizer": optimizer,
-        "inputs and buffers": rest,
+        "inputs and buffers": other_bytes,
         "gathered parameters": copies,
     }
-    return {**named, "activations": max(0, peak - sum(named.values()))}
+    return {**terms, "activations": max(0, peak - sum(terms.values()))}
 
 
-def _local(f: Formulation, value: Value, layout: Layout) -> int:
+def _local_bytes(f: Formulation, value: Value, layout: Layout) -> int:
     """Return the bytes that one rank holds of a value."""
     return value.dtype.itemsize * f.prices.local(value.shape, layout)
 
 
-def _given(
+def _placed_tensor(
     f: Formulation, value: Value, choice: Sequence[int], responses: Responses
 ) -> PlacedTensor:
     layout = f.made(value, choice)
-    others, held = responses.of_value(value), _local(f, value, layout)
+    others, held = responses.of_value(value), _local_bytes(f, value, layout)
     return PlacedTensor(
         name_of(value),
         value.state,

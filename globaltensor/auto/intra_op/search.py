@@ -76,10 +76,12 @@ def search(
     formulation = formulate(calls, cluster, mesh, options)
     built = time.perf_counter()
     left = LIMITS.solver_seconds if seconds is None else max(0.0, started + seconds - built)
-    solution, by = _within(formulation, left, agreed, LIMITS.turns if turns is None else turns)
+    solution, by = _solve_within_memory(
+        formulation, left, agreed, LIMITS.turns if turns is None else turns
+    )
     solved = time.perf_counter()
     if not solution.feasible:
-        raise PlanError(_too_little(formulation, solution))
+        raise PlanError(_no_plan_message(formulation, solution))
     plan = read_plan(by, solution)
     ways = {"data parallel": data_parallel(calls, mesh), **(recipes or {})} if compared else {}
     others = compare(formulation, ways, None if seconds is None else started + seconds - solved)
@@ -105,7 +107,7 @@ def glance(
 
     The result is inf where no plan fits into the memory.
     """
-    solution, _ = _within(
+    solution, _ = _solve_within_memory(
         formulate(calls, cluster, mesh, options),
         LIMITS.solver_seconds if seconds is None else seconds,
         turns=0,
@@ -113,7 +115,7 @@ def glance(
     return math.inf if solution.infeasible else float(solution.bound)
 
 
-def _within(
+def _solve_within_memory(
     formulation: Formulation,
     seconds: float,
     agreed: Callable[[Solution], Solution] = lambda solution: solution,
@@ -127,11 +129,11 @@ def _within(
     """
     end, limit = time.perf_counter() + seconds, formulation.problem.usage_limit
     if limit is None:
-        return _solved(formulation, seconds, agreed, turns)
+        return _solve_formulation(formulation, seconds, agreed, turns)
     free = dataclasses.replace(
         formulation, problem=dataclasses.replace(formulation.problem, usage_limit=None)
     )
-    roomy, by = _solved(free, seconds / 2, agreed, turns, limit)
+    roomy, by = _solve_formulation(free, seconds / 2, agreed, turns, limit)
     if roomy.feasible and by.problem.peak(roomy.choice) <= limit:
         return roomy, by
     ways = (
@@ -143,7 +145,7 @@ def _within(
     for k, way in enumerate(ways):
         below = min((s.cost for s, _ in answers), default=math.inf)
         answers.append(
-            _solved(
+            _solve_formulation(
                 way,
                 max(0.0, end - time.perf_counter()) / (len(ways) - k),
                 agreed,
@@ -155,7 +157,7 @@ def _within(
         answers,
         key=lambda answer: (
             not answer[0].feasible,
-            answer[0].cost if answer[0].feasible else _least(answer[0]),
+            answer[0].cost if answer[0].feasible else _min_feasible_memory(answer[0]),
         ),
     )
     bound = max(
@@ -166,12 +168,12 @@ def _within(
     ), by
 
 
-def _least(solution: Solution) -> float:
+def _min_feasible_memory(solution: Solution) -> float:
     """Return the memory that would be feasible by an infeasible answer, or inf if it is unknown."""
     return math.inf if solution.least_usage is None else float(solution.least_usage[0])
 
 
-def _solved(
+def _solve_formulation(
     formulation: Formulation, seconds: float,
     agreed: Callable[[Solution], Solution] = lambda solution: solution, turns: int = LIMITS.turns,
     within: float | None = None, below: float = math.inf, near: float | None = None,
@@ -327,7 +329,9 @@ def price_layouts(
         if len(fixed_formulation.problem.costs) <= LIMITS.alternative_nodes
         else 0
     )
-    solution, by = _solved(fixed_formulation, seconds, turns=turns, near=LIMITS.alternative_gap)
+    solution, by = _solve_formulation(
+        fixed_formulation, seconds, turns=turns, near=LIMITS.alternative_gap
+    )
     if (
         options.memory is not None
         and calls.training
@@ -335,7 +339,7 @@ def price_layouts(
         and by.problem.peak(solution.choice) > options.memory
     ):
         # The plan may fit if parameters are gathered again in backward, at the price of that.
-        again, their = _solved(
+        again, their = _solve_formulation(
             fixed_formulation.under(memory=options.memory, freed=True),
             max(0.0, end - time.perf_counter()),
             turns=turns,
@@ -361,7 +365,7 @@ def price_layouts(
     return Alternative(float(solution.cost), memory, fits, why)
 
 
-def _too_little(formulation: Formulation, solution: Solution) -> str:
+def _no_plan_message(formulation: Formulation, solution: Solution) -> str:
     limit = formulation.options.memory
     if not solution.infeasible:
         fits = (

@@ -51,7 +51,7 @@ class _Backward:
     operand: int
 
 
-def _whole(
+def _reduced_variants(
     row: tuple[tuple[Layout, ...], tuple[Layout, ...], Layout],
 ) -> list[tuple[tuple[Layout, ...], tuple[Layout, ...], Layout]]:
     """Return the variants of a row in which some partial gradients are reduced.
@@ -99,15 +99,15 @@ class Unfolded:
         self._lifts: list[Callable[[Sequence[int]], int]] = [
             lambda choice, i=i: choice[i] for i in range(len(self.problem.costs))
         ]  # type: ignore[misc]
-        self._same_costs()
+        self._add_other_costs()
         made = [
             b
             for call in calls.calls
             if call.number in folded.candidates
-            for b in self._backwards(call)
+            for b in self._add_backward_nodes(call)
         ]
         for value in calls.values:
-            self._gradient(
+            self._add_gradient_edges(
                 value,
                 [b for b in made if b.value == value.number],
                 [b for b in made if value.number in b.results],
@@ -117,11 +117,13 @@ class Unfolded:
         """Return the choice here that corresponds to this folded choice, at the same cost."""
         return [lift(choice) for lift in self._lifts]
 
-    def _node(self, costs: Sequence[float] | Array, lift: Callable[[Sequence[int]], int]) -> int:
+    def _add_node(
+        self, costs: Sequence[float] | Array, lift: Callable[[Sequence[int]], int]
+    ) -> int:
         self._lifts.append(lift)
         return self.problem.node(costs)
 
-    def _same_costs(self) -> None:
+    def _add_other_costs(self) -> None:
         """Add the forward nodes' other costs.
 
         These are the optimizer's step, and the backward share of what composite calls communicate
@@ -147,7 +149,7 @@ class Unfolded:
 
     # Gradients as calls of their own
 
-    def _backwards(self, call: Call) -> list[_Backward]:
+    def _add_backward_nodes(self, call: Call) -> list[_Backward]:
         values, strategies = self.folded.calls.values, self.folded.candidates[call.number]
         results = tuple(k for k, v in enumerate(call.outs) if values[v].grad)
         operands = [
@@ -157,13 +159,13 @@ class Unfolded:
             return []
         made = []
         for k in operands:
-            needs = self._needs(call, k)
+            needs = self._needed_values(call, k)
             rows: dict[Any, tuple[int, float]] = {}
             of_row = []
             for r in range(len(strategies)):
                 row = (
                     tuple(duals(strategies.outs[i][r]) for i in results),
-                    tuple(self._taken(call, v, r) for v in needs),
+                    tuple(self._layout_in_row(call, v, r) for v in needs),
                     duals(strategies.ins[k][r]),
                 )
                 cost = (
@@ -173,10 +175,10 @@ class Unfolded:
                 rows[row] = at, min(least, cost)
                 of_row.append(at)
             for row, (_, cost) in list(rows.items()):
-                for other in _whole(row):
+                for other in _reduced_variants(row):
                     rows.setdefault(other, (len(rows), cost))
             call_node = self.folded.node_of_call[call.number]
-            node = self._node(
+            node = self._add_node(
                 [cost for _, cost in rows.values()],
                 lambda choice, of_row=of_row, call_node=call_node: of_row[choice[call_node]],
             )  # type: ignore[misc]
@@ -192,10 +194,10 @@ class Unfolded:
                 )
             )
         for v in dict.fromkeys(v for b in made for v in b.needs):
-            self._keep(call, v, [b for b in made if v in b.needs])
+            self._add_saved_value(call, v, [b for b in made if v in b.needs])
         return made
 
-    def _needs(self, call: Call, k: int) -> tuple[int, ...]:
+    def _needed_values(self, call: Call, k: int) -> tuple[int, ...]:
         """Return the forward values from which the gradient of operand ``k`` is computed."""
         found, own = self.folded.candidates[call.number], call.operands[k]
         linear = any(
@@ -209,7 +211,7 @@ class Unfolded:
             v for v in call.keeps if v in (*call.operands, *call.outs) and not (linear and v == own)
         )
 
-    def _taken(self, call: Call, value: int, row: int) -> Layout:
+    def _layout_in_row(self, call: Call, value: int, row: int) -> Layout:
         found = self.folded.candidates[call.number]
         return (
             found.ins[call.operands.index(value)][row]
@@ -217,7 +219,7 @@ class Unfolded:
             else found.outs[call.outs.index(value)][row]
         )
 
-    def _keep(self, call: Call, number: int, takers: list[_Backward]) -> None:
+    def _add_saved_value(self, call: Call, number: int, takers: list[_Backward]) -> None:
         """Add a node for a forward value as backward uses it.
 
         In the first half of its strategies the value is boxed from where it was made. In the second
@@ -229,22 +231,25 @@ class Unfolded:
         )
         n, call_node = len(wanted), self.folded.node_of_call[call.number]
         has = [
-            self._taken(call, number, r) for r in range(len(self.folded.candidates[call.number]))
+            self._layout_in_row(call, number, r)
+            for r in range(len(self.folded.candidates[call.number]))
         ]
         # Lifted as in the forward. Where two gradients of a folded plan use the value, both use
         # this layout.
-        saved_node = self._node(
+        saved_node = self._add_node(
             np.zeros(2 * n), lambda choice: n + wanted.index(has[choice[call_node]])
         )
         none = np.zeros((len(has), n))
-        self.problem.edge(call_node, saved_node, np.hstack([none, self._there(value, has, wanted)]))
+        self.problem.edge(
+            call_node, saved_node, np.hstack([none, self._fetch_seconds(value, has, wanted)])
+        )
         at = self.forward.node_of_value.get(number)
         if at is not None:
             pairs = self.forward.layouts[at]
-            first = self._there(value, [x for x, _ in pairs], wanted)
+            first = self._fetch_seconds(value, [x for x, _ in pairs], wanted)
             second = np.array(
                 [
-                    [np.inf] * n if y is None else self._there(value, [y], wanted)[0]
+                    [np.inf] * n if y is None else self._fetch_seconds(value, [y], wanted)[0]
                     for _, y in pairs
                 ]
             )
@@ -257,7 +262,7 @@ class Unfolded:
             self.problem.edge(
                 self.forward.node_of_call[value.maker],
                 saved_node,
-                np.hstack([self._there(value, made, wanted), np.zeros((len(made), n))]),
+                np.hstack([self._fetch_seconds(value, made, wanted), np.zeros((len(made), n))]),
             )
         else:  # the value is available nowhere else
             self.problem.costs[saved_node] = np.concatenate([np.full(n, np.inf), np.zeros(n)])
@@ -270,18 +275,24 @@ class Unfolded:
 
     # Prices
 
-    def _there(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+    def _fetch_seconds(
+        self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]
+    ) -> Array:
         if value.state == "parameter":
             return self.prices.fetched(value.shape, value.dtype, layouts, wanted)
-        return self._moved(value, layouts, wanted)
+        return self._change_seconds(value, layouts, wanted)
 
-    def _moved(self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]) -> Array:
+    def _change_seconds(
+        self, value: Value, layouts: Sequence[Layout], wanted: Sequence[Layout]
+    ) -> Array:
         numbers, seconds = self.prices.table(value.shape, value.dtype, [*layouts, *wanted])
         return np.asarray(
             seconds[np.ix_([numbers[x] for x in layouts], [numbers[x] for x in wanted])]
         )
 
-    def _home(self, value: Value, layouts: Sequence[Layout], leaves: Sequence[Layout]) -> Array:
+    def _leaf_gradient_seconds(
+        self, value: Value, layouts: Sequence[Layout], leaves: Sequence[Layout]
+    ) -> Array:
         """Return the seconds to bring a parameter's gradient to the parameter.
 
         The gradient is reduced in a bucket with others or, where it needs no reduction, boxed
@@ -290,18 +301,20 @@ class Unfolded:
         together = self.prices.gradients(
             value.shape, value.dtype, [duals(x) for x in layouts], leaves
         )
-        return self.seen * np.minimum(together, self._moved(value, layouts, leaves))
+        return self.seen * np.minimum(together, self._change_seconds(value, layouts, leaves))
 
     # Edges between gradients
 
-    def _gradient(self, value: Value, makers: list[_Backward], takers: list[_Backward]) -> None:
+    def _add_gradient_edges(
+        self, value: Value, makers: list[_Backward], takers: list[_Backward]
+    ) -> None:
         """Add the edges from calls that return a value's gradient to calls that use it."""
         if not makers or not value.grad:
             return
         shares = [[row[2] for row in b.rows] for b in makers]
         if value.state:
             if value.state == "parameter":
-                self._leaf(value, makers, shares)
+                self._add_leaf_edges(value, makers, shares)
             return
         wanted = [[row[0][b.results.index(value.number)] for row in b.rows] for b in takers]
         if not takers:
@@ -312,13 +325,15 @@ class Unfolded:
             pairs: list[Pair] = [(x, None) for x in every] + [
                 (x, y) for x in every for y in every if x != y
             ]
-            added = self._node(
-                self._second(pairs, self._moved(value, every, every).T, every, every),
+            added = self._add_node(
+                self._second_layout_costs(
+                    pairs, self._change_seconds(value, every, every).T, every, every
+                ),
                 self._lift_of(value, pairs),
             )
             for b, lie in zip(makers, shares, strict=True):
                 first, second = (
-                    self._moved(value, lie, every),
+                    self._change_seconds(value, lie, every),
                     [None if y is None else every.index(y) for _, y in pairs],
                 )
                 table = [
@@ -332,8 +347,10 @@ class Unfolded:
             made, every = list(dict.fromkeys(lie)), list(dict.fromkeys(itertools.chain(*wanted)))
             pairs = [(x, None) for x in made] + [(x, y) for x in made for y in every if x != y]
             alone = makers[0] if len(makers) == 1 else None
-            spread = self._node(
-                self._second(pairs, self._moved(value, made, every), made, every),
+            spread = self._add_node(
+                self._second_layout_costs(
+                    pairs, self._change_seconds(value, made, every), made, every
+                ),
                 self._spread_of(value, pairs, alone),
             )
             self.problem.edge(
@@ -343,29 +360,40 @@ class Unfolded:
                 self.problem.edge(
                     spread,
                     b.node,
-                    self._either(pairs, self._moved(value, [*made, *every], want), [*made, *every]),
+                    self._cheaper_source_costs(
+                        pairs, self._change_seconds(value, [*made, *every], want), [*made, *every]
+                    ),
                 )
             return
         node, lie = source[0]
-        self.problem.edge(node, takers[0].node, self._moved(value, lie, wanted[0]))
+        self.problem.edge(node, takers[0].node, self._change_seconds(value, lie, wanted[0]))
 
-    def _leaf(self, value: Value, makers: list[_Backward], shares: list[list[Layout]]) -> None:
+    def _add_leaf_edges(
+        self, value: Value, makers: list[_Backward], shares: list[list[Layout]]
+    ) -> None:
         at = self.forward.node_of_value[value.number]
         leaves = [x for x, _ in self.forward.layouts[at]]
         if len(makers) == 1:
-            self.problem.edge(makers[0].node, at, self._home(value, shares[0], leaves))
+            self.problem.edge(
+                makers[0].node, at, self._leaf_gradient_seconds(value, shares[0], leaves)
+            )
             return
         made, every = list(dict.fromkeys(leaves)), list(dict.fromkeys(itertools.chain(*shares)))
         pairs: list[Pair] = [(x, None) for x in made] + [(x, y) for x in made for y in every]
-        added = self._node(
-            self._second(pairs, self._home(value, every, made).T, made, every),
+        added = self._add_node(
+            self._second_layout_costs(
+                pairs, self._leaf_gradient_seconds(value, every, made).T, made, every
+            ),
             self._lift_of(value, pairs),
         )
         self.problem.edge(
             added, at, np.array([[0.0 if x == y else np.inf for y in leaves] for x, _ in pairs])
         )
         for b, lie in zip(makers, shares, strict=True):
-            first, second = self._home(value, lie, made), self._moved(value, lie, every)
+            first, second = (
+                self._leaf_gradient_seconds(value, lie, made),
+                self._change_seconds(value, lie, every),
+            )
             table = [
                 np.minimum(
                     first[:, made.index(x)], np.inf if y is None else second[:, every.index(y)]
@@ -374,7 +402,7 @@ class Unfolded:
             ]
             self.problem.edge(b.node, added, np.stack(table, 1))
 
-    def _second(
+    def _second_layout_costs(
         self,
         pairs: Sequence[Pair],
         between: Array,
@@ -386,7 +414,9 @@ class Unfolded:
             [0.0 if y is None else between[firsts.index(x), seconds.index(y)] for x, y in pairs]
         )
 
-    def _either(self, pairs: Sequence[Pair], table: Array, layouts: Sequence[Layout]) -> Array:
+    def _cheaper_source_costs(
+        self, pairs: Sequence[Pair], table: Array, layouts: Sequence[Layout]
+    ) -> Array:
         """Return the cost from the cheaper one of each pair's two layouts."""
         first = table[[layouts.index(x) for x, _ in pairs]]
         second = np.array(

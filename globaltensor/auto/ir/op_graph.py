@@ -193,7 +193,7 @@ class _CallReader:
     def _call(self, node: fx.Node) -> None:
         number, operands = len(self.calls), []
 
-        def taken(n: fx.Node) -> Any:
+        def to_value_ref(n: fx.Node) -> Any:
             if n.op == "get_attr":
                 return self.constants.get(str(n.target), n)
             v = self.of(n)
@@ -205,7 +205,7 @@ class _CallReader:
         name = getattr(node.meta["func"], "__name__", "")
         # A property's name is stored separately.
         given = (node.args[:1], {}) if name == "__get__" else (node.args, node.kwargs)
-        args, kwargs = fx.node.map_arg(given, taken)
+        args, kwargs = fx.node.map_arg(given, to_value_ref)
         outs = tensors_in(node.meta["val"], [])
         writes = (
             (name.endswith("_") and not name.endswith("__"))
@@ -229,15 +229,15 @@ class _CallReader:
         )
         call.wild = name in _WILD or not made
         if getattr(node.meta["func"], "__name__", "") in SAME and operands:
-            call.fixed = _asked(node)
+            call.fixed = _explicit_layout(node)
         for v in operands:
             self.values[v].takers.append(number)
-        self._keeps(call, node)
+        self._record_saved_tensors(call, node)
         call.key = None if call.wild else _key(call, self.values)
         self.calls.append(call)
         self.numbers[node.name] = number
 
-    def _keeps(self, call: Call, node: fx.Node) -> None:
+    def _record_saved_tensors(self, call: Call, node: fx.Node) -> None:
         """Record the tensors that backward saves of a call.
 
         A parameter that was boxed to the call from another layout is recognised by its size.
@@ -294,7 +294,7 @@ def _storage(t: torch.Tensor) -> int:
     return t.untyped_storage()._cdata if t.layout is torch.strided else id(t)
 
 
-def _asked(node: fx.Node) -> Any:
+def _explicit_layout(node: fx.Node) -> Any:
     """Return the layout that an explicit to_global sets, as its result has it.
 
     The result is None where the call names no sbp.
@@ -313,7 +313,9 @@ def _key(call: Call, values: list[Value]) -> Hashable:
     # An operand that appears twice has one layout.
     alike = tuple(map(call.operands.index, call.operands))
     numbers: Callable[[], int] = itertools.count().__next__
-    flat = repr(replaced((call.args, call.kwargs), iter([_Mark(numbers()) for _ in call.operands])))
+    flat = repr(
+        replaced((call.args, call.kwargs), iter([_OperandMark(numbers()) for _ in call.operands]))
+    )
     # Functions and modules among the arguments differ between layers by their addresses only, which
     # does not affect costs.
     return (call.func, shapes, alike, _ADDRESS.sub("", flat), call.inplace, call.extra, call.fixed)
@@ -322,7 +324,7 @@ def _key(call: Call, values: list[Value]) -> Hashable:
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 
 
-class _Mark:
+class _OperandMark:
     def __init__(self, number: int) -> None:
         self.number = number
 

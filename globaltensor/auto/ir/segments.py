@@ -71,7 +71,7 @@ def cut(calls: Calls, fixed: Mapping[str, Any] | None = None) -> Chain:
     """
     order = [c.number for c in calls.calls if not c.wild]
     where = {number: k for k, number in enumerate(order)}
-    lives = _lives(calls, where)
+    lives = _live_ranges(calls, where)
     blocks = _Blocks(calls, order)
     hubs = _hubs(lives, blocks)
     ends = [0, *_cuts(lives, blocks, hubs), len(order)]
@@ -120,7 +120,7 @@ def _hubs(lives: Mapping[int, tuple[int, int]], blocks: _Blocks) -> set[int]:
     return hubs if len(hubs) <= _HUBS else set()
 
 
-def _lives(calls: Calls, where: Mapping[int, int]) -> dict[int, tuple[int, int]]:
+def _live_ranges(calls: Calls, where: Mapping[int, int]) -> dict[int, tuple[int, int]]:
     """Return for each value that a cut would sever the positions of its maker and its last user.
 
     Plain values are left out, because every rank has all of them.
@@ -231,7 +231,7 @@ def _key(
     """
     names: dict[int, Hashable] = {h: ("hub", k) for k, h in enumerate(hubs)}
 
-    def named(v: Value) -> Hashable:
+    def value_id(v: Value) -> Hashable:
         if v.number not in names:
             names[v.number] = (
                 len(names),
@@ -239,11 +239,11 @@ def _key(
             )
         return names[v.number]
 
-    def about(v: Value) -> Hashable:
+    def value_key(v: Value) -> Hashable:
         # The segment that receives the passed value saves it.
         saved = v.saved and v.number != gives
         return (
-            named(v),
+            value_id(v),
             v.shape,
             v.dtype,
             v.grad,
@@ -259,8 +259,8 @@ def _key(
         rows.append(
             (
                 call.key,
-                tuple(about(calls.values[v]) for v in call.operands),
-                tuple(about(calls.values[v]) for v in call.outs),
+                tuple(value_key(calls.values[v]) for v in call.operands),
+                tuple(value_key(calls.values[v]) for v in call.outs),
             )
         )
     return tuple(rows), takes < 0, gives < 0, takes == gives

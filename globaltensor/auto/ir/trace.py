@@ -42,7 +42,7 @@ def saving(
     `device`.
     """
     if device == "cuda":
-        recorder.local.as_run = _fused
+        recorder.local.as_run = _with_fused_kernels
     # Autograd holds `pack` as long as results of build() exist, and the recorder holds these
     # results. The garbage collector does not see this cycle, so it is broken by `running.clear()`.
     running = [recorder]
@@ -59,7 +59,7 @@ def saving(
         running.clear()
 
 
-class _Fused(TorchFunctionMode):
+class _FusedKernelsMode(TorchFunctionMode):
     """A mode that saves for backward what GPU kernels save.
 
     GPU attention saves no more with dropout than without, because dropout happens inside the
@@ -88,10 +88,10 @@ def _dropout(
     return torch.native_dropout(input, p, True)[0]
 
 
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_fused_kernels(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _Fused():
+        with _FusedKernelsMode():
             return function(*args, **kwargs)
 
     return run
@@ -113,10 +113,10 @@ def calls_of_model(
     """
     one = Placement("cpu", [world().rank])
     states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-    lent = {path: _whole(t, one) for path, t in states.items()}
+    lent = {path: _replicated_on_meta(t, one) for path, t in states.items()}
     arguments = args, dict(kwargs or {})
     inputs = replaced_in_objects(
-        arguments, iter([_whole(t, one) for t in object_tensors(arguments, [])])
+        arguments, iter([_replicated_on_meta(t, one) for t in object_tensors(arguments, [])])
     )
     saved: dict[int, list[torch.Tensor]] = {}
 
@@ -126,7 +126,7 @@ def calls_of_model(
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
 
-    with torch.set_grad_enabled(True), _dispatched(model):
+    with torch.set_grad_enabled(True), _dispatching_experts(model):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
     calls = _read(captured, saved, dict(zip(names, lent, strict=False)))
@@ -136,7 +136,7 @@ def calls_of_model(
 
 
 @contextlib.contextmanager
-def _dispatched(model: torch.nn.Module) -> Iterator[None]:
+def _dispatching_experts(model: torch.nn.Module) -> Iterator[None]:
     """Run expert modules through `experts` within the context, and restore them afterwards.
 
     The layouts of `experts` do not depend on which tokens are routed where.
@@ -160,7 +160,7 @@ def captured_calls(
     """
     saved: dict[int, list[torch.Tensor]] = {}
     with torch.set_grad_enabled(graph.training):
-        captured = graph._captured(
+        captured = graph._capture_build(
             args,
             dict(kwargs or {}),
             lambda hooks: lambda recorder: saving(hooks, saved, device, recorder),
@@ -175,7 +175,7 @@ def captured_calls(
     return captured.logical, calls
 
 
-def _whole(t: torch.Tensor, one: Placement) -> GlobalTensor:
+def _replicated_on_meta(t: torch.Tensor, one: Placement) -> GlobalTensor:
     """Return a tensor of the same shape, replicated on one rank, without memory."""
     strides = (
         torch.empty(t.shape, device="meta").stride()

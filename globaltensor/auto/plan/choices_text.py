@@ -77,20 +77,20 @@ def arrangement_text(plan: Plan) -> str:
     'a mesh of 2 x 4'
     """
     if len(stages(plan)) <= 2:
-        return f"a mesh of {_times(plan.mesh)}" if len(plan.mesh) > 1 else "one axis"
+        return f"a mesh of {_shape_text(plan.mesh)}" if len(plan.mesh) > 1 else "one axis"
     records = plan.choices["stages"]
     mesh, count = records[0].get("mesh", plan.mesh), len(records)
     groups = len({s.get("lane", k) for k, s in enumerate(records)})
     size = math.prod(mesh)
     each = f"{size} device{'s' * (size != 1)} each" + (
-        f" (a mesh of {_times(mesh)})" if len(mesh) > 1 else ""
+        f" (a mesh of {_shape_text(mesh)})" if len(mesh) > 1 else ""
     )
     if groups == count:
         return f"{count} pipeline stages of {each}"
     return f"{count} pipeline stages on {groups} group{'s' * (groups != 1)} of {each}"
 
 
-def _times(mesh: Sequence[int]) -> str:
+def _shape_text(mesh: Sequence[int]) -> str:
     return " x ".join(map(str, mesh))
 
 

@@ -54,13 +54,13 @@ def cost_cards(plan: Plan) -> list[tuple[str, str, str]]:
     cost, bound = seconds(plan.cost), seconds(plan.bound)
     predicted = seconds(plan.seconds) if plan.seconds else cost
     if predicted == cost:
-        first = [("step time", cost, _proven(plan) or "predicted; the search minimised it")]
+        first = [("step time", cost, _optimality(plan) or "predicted; the search minimised it")]
     else:
         first = [
             (
                 "cost",
                 cost,
-                f"the sum of all prices, which the search minimised{_and(_proven(plan))}",
+                f"the sum of all prices, which the search minimised{_clause(_optimality(plan))}",
             ),
             ("predicted step time", predicted, "simulated, with communication that overlaps"),
         ]
@@ -69,11 +69,11 @@ def cost_cards(plan: Plan) -> list[tuple[str, str, str]]:
     return [*first, ("lower bound", bound, "no plan in the search space costs less")]
 
 
-def _and(text: str) -> str:
+def _clause(text: str) -> str:
     return f"; {text}" if text else ""
 
 
-def _proven(plan: Plan) -> str:
+def _optimality(plan: Plan) -> str:
     """Return in a few words what is proven, if the cost and the bound are shown as the same."""
     if plan.optimal:
         return "proven minimal"

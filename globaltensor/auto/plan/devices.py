@@ -270,7 +270,7 @@ def _drawing(
         )
     except (SbpError, ValueError):
         return None
-    where = "" if exact else f"on devices {_few(group.placement)}"
+    where = "" if exact else f"on devices {_ranks_text(group.placement)}"
     svg = layout_svg(spec, "" if dtype else title, where)
     head, style, rest = _without_style(svg)
     plain = spec.plain
@@ -293,7 +293,7 @@ def _drawing(
     }
 
 
-def _few(placement: Placement) -> str:
+def _ranks_text(placement: Placement) -> str:
     ranks = placement.flat
     return str(placement.ranks.tolist()) if len(ranks) <= 16 else f"{min(ranks)} to {max(ranks)}"
 

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def explain(plan: Plan, path: str) -> str:
     """Explain the part of a plan at this path. See `Plan.explain`."""
-    calls, placed = _found(plan, path)
+    calls, placed = _find_matches(plan, path)
     if not calls and not placed:
         raise PlanError(_unknown(plan, path))
     names = {c.name for c in calls}
@@ -46,12 +46,12 @@ def explain(plan: Plan, path: str) -> str:
         f"{seconds(computing)}, communication {seconds(moving)} a step"
     )
     paragraphs = [
-        _given(plan, alike)
-        for alike in _alike(placed, lambda g: (pattern(g.name), g.shape, g.layout))
+        _tensor_text(plan, alike)
+        for alike in _group_alike(placed, lambda g: (pattern(g.name), g.shape, g.layout))
     ]
     paragraphs += [
         _call(plan, alike)
-        for alike in _alike(
+        for alike in _group_alike(
             calls, lambda c: (pattern(c.module), c.function, c.wanted, c.results, c.shapes)
         )
     ]
@@ -61,7 +61,7 @@ def explain(plan: Plan, path: str) -> str:
 # ----------------------------------------------------------------------------------- find by a path
 
 
-def _found(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
+def _find_matches(plan: Plan, path: str) -> tuple[list[PlannedCall], list[PlacedTensor]]:
     """Find calls and given tensors by exact name, else by module, else by pattern."""
     exact = [c for c in plan.calls if c.name == path], [g for g in plan.placed if g.name == path]
     if any(exact):
@@ -106,7 +106,7 @@ def _unknown(plan: Plan, path: str) -> str:
     )
 
 
-def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
+def _group_alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T]]:
     """Group equal things where there are many; otherwise return each alone."""
     if len(things) <= _WHOLE:
         return [[thing] for thing in things]
@@ -119,20 +119,20 @@ def _alike(things: Sequence[T], key: Callable[[T], Hashable]) -> Iterable[list[T
 # ----------------------------------------------------------------------------- text of explanations
 
 
-def _given(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
+def _tensor_text(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
     g = alike[0]
     name = folded([a.name for a in alike], patterns(a.name for a in plan.placed))
     several = f" ({len(alike)} alike)" if len(alike) > 1 else ""
     lines = [
         (
-            f"{name}{several}  {g.kind} {g.dtype}{list(g.shape)}  {_lies(g.layout)}, "
+            f"{name}{several}  {g.kind} {g.dtype}{list(g.shape)}  {_layout_text(g.layout)}, "
             f"{show_bytes(g.bytes)} a rank"
         )
     ]
     lines += [
         f"    boxing  {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
     ]
-    return "\n".join([*lines, *why(plan, g.others, _lies(g.layout))])
+    return "\n".join([*lines, *why(plan, g.others, _layout_text(g.layout))])
 
 
 def _call(plan: Plan, alike: Sequence[PlannedCall]) -> str:
@@ -143,9 +143,12 @@ def _call(plan: Plan, alike: Sequence[PlannedCall]) -> str:
         if len(alike) > 1
         else ""
     )
-    operands = ", ".join(f"{o} {_lies(w)}" for o, w in zip(c.operands, c.wanted, strict=True))
+    operands = ", ".join(
+        f"{o} {_layout_text(w)}" for o, w in zip(c.operands, c.wanted, strict=True)
+    )
     results = ", ".join(
-        f"{list(shape)} {_lies(layout)}" for shape, layout in zip(c.shapes, c.results, strict=True)
+        f"{list(shape)} {_layout_text(layout)}"
+        for shape, layout in zip(c.shapes, c.results, strict=True)
     )
     place = "".join(
         f"  {word} {text}" for word, text in (("in", c.module), ("at", c.where)) if text
@@ -157,7 +160,7 @@ def _call(plan: Plan, alike: Sequence[PlannedCall]) -> str:
     lines += [
         f"    after   {text}" for text in _moves([m for m in plan.changes if m.value == c.name])
     ]
-    return "\n".join([*lines, *why(plan, c.others, ", ".join(map(_lies, c.results)))])
+    return "\n".join([*lines, *why(plan, c.others, ", ".join(map(_layout_text, c.results)))])
 
 
 def _work(c: PlannedCall) -> str:
@@ -203,7 +206,7 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
                 else "other layouts have not been priced one by one in this plan"
             )
         ]
-    ways = [_way(o) for o in others]
+    ways = [_choice_text(o) for o in others]
     wide = max(map(len, ways))
     return [
         f"    why {chosen}",
@@ -214,8 +217,8 @@ def why(plan: Plan, others: Sequence[OtherChoice], chosen: str) -> list[str]:
     ]
 
 
-def _way(other: OtherChoice) -> str:
-    return ", ".join(map(_lies, other.gives))
+def _choice_text(other: OtherChoice) -> str:
+    return ", ".join(map(_layout_text, other.gives))
 
 
 def _price(plan: Plan, other: OtherChoice) -> str:
@@ -234,5 +237,5 @@ def _price(plan: Plan, other: OtherChoice) -> str:
     return (f"+{seconds(other.extra)}" if other.extra else "same cost") + grown + because
 
 
-def _lies(layout: Layout) -> str:
+def _layout_text(layout: Layout) -> str:
     return " ".join(layout)

@@ -277,7 +277,9 @@ class Plan:
                 )
             for field_name in _NAMED_FIELDS:
                 fields[field_name] = {_NAMES.get(k, k): v for k, v in fields[field_name].items()}
-            return cls(**{name: _READ.get(name, _same)(value) for name, value in fields.items()})
+            return cls(
+                **{name: _READ.get(name, _unchanged)(value) for name, value in fields.items()}
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise PlanError(
                 f"{os.fspath(path)} is no plan: {type(error).__name__}: {error}"
@@ -300,7 +302,7 @@ _JSON_KEYS: Final = {
 _NAMES: Final = {key: name for name, key in _JSON_KEYS.items()}
 
 
-def _same(value: Any) -> Any:
+def _unchanged(value: Any) -> Any:
     return value
 
 

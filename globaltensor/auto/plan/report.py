@@ -51,7 +51,7 @@ def report(plan: Plan, verbose: bool = False, saved: str | None = None) -> str:
         _choices(plan),
         _left_out(plan),
         _search(plan) if verbose else [],
-        _in_short(plan, saved),
+        _summary(plan, saved),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
 
@@ -99,7 +99,7 @@ def headline(plan: Plan) -> str:
 def _head(plan: Plan) -> list[str]:
     rows = [("cost", f"{seconds(plan.cost)} a step, {proof(plan)}")]
     if plan.cost_breakdown:
-        rows.append(("", _spent(plan)))
+        rows.append(("", _cost_text(plan)))
     rows.append(("bound", f"{seconds(plan.bound)} a step"))
     if plan.seconds:
         rows.append(("step time", f"{seconds(plan.seconds)} predicted, overlap included"))
@@ -142,7 +142,7 @@ def losses(plan: Plan) -> list[str]:
     return lines
 
 
-def _spent(plan: Plan) -> str:
+def _cost_text(plan: Plan) -> str:
     """Return the terms of the cost in words."""
     parts = [f"{name} {seconds(x)}" for name, x in cost_terms(plan)]
     if plan.cost_breakdown.get("hidden"):
@@ -226,12 +226,12 @@ def _parameters(plan: Plan) -> list[str]:
         f"{show_bytes(sum(g.bytes for g in parameters))} {where})"
     )
     return [
-        *([head, *_lying(parameters)] if parameters else []),
-        *(["inputs and buffers", *_lying(rest)] if rest else []),
+        *([head, *_layout_table(parameters)] if parameters else []),
+        *(["inputs and buffers", *_layout_table(rest)] if rest else []),
     ]
 
 
-def _lying(given: Sequence[PlacedTensor]) -> list[str]:
+def _layout_table(given: Sequence[PlacedTensor]) -> list[str]:
     names = patterns(g.name for g in given)
     groups: dict[Hashable, list[PlacedTensor]] = defaultdict(list)
     for g in given:
@@ -323,7 +323,7 @@ def _changes(plan: Plan) -> list[str]:
     return [
         f"most expensive boxings ({len(plan.changes)}, {seconds(total)} in total)",
         *table(rows, right=(0, 5, 6)),
-        *_more(len(every)),
+        *_omitted_rows_line(len(every)),
     ]
 
 
@@ -353,7 +353,9 @@ def _calls(plan: Plan) -> list[str]:
             )
         )
     return (
-        ["most expensive calls", *table(rows, right=(0, 2, 3)), *_more(len(every))] if every else []
+        ["most expensive calls", *table(rows, right=(0, 2, 3)), *_omitted_rows_line(len(every))]
+        if every
+        else []
     )
 
 
@@ -361,7 +363,7 @@ def _time(c: PlannedCall) -> float:
     return c.forward + c.backward + c.moving
 
 
-def _more(n: int) -> list[str]:
+def _omitted_rows_line(n: int) -> list[str]:
     return [f"  and {n - _MAX_ROWS} more kinds, cheaper ones"] if n > _MAX_ROWS else []
 
 
@@ -403,7 +405,7 @@ def _search(plan: Plan) -> list[str]:
     return _wrapped("search: ", facts) if facts else []
 
 
-def _in_short(plan: Plan, saved: str | None) -> list[str]:
+def _summary(plan: Plan, saved: str | None) -> list[str]:
     """Return the end of the report: cost, memory, layouts, and how to apply the plan."""
     cost = f"{seconds(plan.cost)} a step"
     data = plan.alternatives.get("data parallel")

@@ -36,8 +36,8 @@ def _choices(plan: Plan) -> Iterator[str]:
         replicated = sum(all(entry == "B" for entry in layout) for layout in layouts)
         split = len(layouts) - replicated
         yield (
-            f"Of {len(layouts)} parameters, {split} {_is(split)} split and {replicated} "
-            f"{_is(replicated)} replicated."
+            f"Of {len(layouts)} parameters, {split} {_is_or_are(split)} split and {replicated} "
+            f"{_is_or_are(replicated)} replicated."
         )
     micro_batches = choices.get("micro_batches")
     if isinstance(micro_batches, int) and micro_batches > 1:
@@ -57,7 +57,7 @@ def _choices(plan: Plan) -> Iterator[str]:
         yield f"ZeRO shards {len(zero)} parameter{'s' * (len(zero) != 1)} or their optimizer state."
 
 
-def _is(count: int) -> str:
+def _is_or_are(count: int) -> str:
     return "is" if count == 1 else "are"
 
 

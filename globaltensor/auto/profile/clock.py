@@ -162,13 +162,13 @@ class Clock:
         self.everyone.barrier()
         if case.call is None:
             return 0.0
-        self._settle()
+        self._synchronize()
         began = time.perf_counter()
         for _ in range(case.calls):
             case.call()
-        self._settle()
+        self._synchronize()
         return (time.perf_counter() - began) / (case.calls * case.count)
 
-    def _settle(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

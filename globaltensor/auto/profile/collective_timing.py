@@ -113,7 +113,7 @@ def measure_moves(
     cases: list[Case] = []
     bench = _Bench(clock.world, clock.device)
     every = groups_of(clock.world.size, node_size)
-    for p, nodes, groups in _few(every) if hurried else every:
+    for p, nodes, groups in _essential_groups(every) if hurried else every:
         own_group = next((group for group in groups if clock.world.rank in group), None)
         for kind, make in _KINDS.items():
             if kind in _FEW_KINDS if hurried else kind != "send" or p == 2:
@@ -136,7 +136,7 @@ def measure_moves(
     return tuple(Curve(kind, p, nodes, tuple(each)) for (kind, p, nodes), each in points.items())
 
 
-def _few(
+def _essential_groups(
     groups: list[tuple[int, int, list[tuple[int, ...]]]],
 ) -> list[tuple[int, int, list[tuple[int, ...]]]]:
     """Select two ranks and all ranks within a node, and as many nodes as there are across nodes."""

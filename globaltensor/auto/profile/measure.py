@@ -122,7 +122,7 @@ def measured(
         begin("how long ranks wait for one another")
         fields["rank_skew"] = measure_skew(clock, seconds * _SHARES["rank_skew"], hurried)
     else:
-        fields |= _borrowed(type_)
+        fields |= _preset_links(type_)
     fields |= {
         "name": name,
         "device": type_,
@@ -196,7 +196,7 @@ def _memory(device: torch.device, local: int) -> int:
         return 0
 
 
-def _borrowed(device: str) -> dict[str, Any]:
+def _preset_links(device: str) -> dict[str, Any]:
     """Return the links of a preset, for a world of one rank, which has no links to measure."""
     other = Cluster.preset("cpu" if device == "cpu" else "pcie-gen5")
     return {

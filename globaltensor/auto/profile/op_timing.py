@@ -124,7 +124,7 @@ class _ColdMemory:
         each = sum(t.nbytes for t in held)
         return max(1, min(_TURNS, self.nbytes // each)) if each else 1
 
-    def at(self, turn: int, t: Tensor) -> Tensor:
+    def param_at(self, turn: int, t: Tensor) -> Tensor:
         """Return a parameter like ``t`` from the place of this turn."""
         if not t.dtype.is_floating_point or t.nbytes * 2 > self.nbytes:
             return t
@@ -163,7 +163,7 @@ class _Op:
             [tuple(args)]
             if arena is None
             else [
-                _with(tuple(args), functools.partial(_turned, arena, k, known))
+                _map_tensors(tuple(args), functools.partial(_param_at_turn, arena, k, known))
                 for k in range(turns)
             ]
         )
@@ -188,14 +188,14 @@ class _Op:
             torch.autograd.grad(outs, self.leaves[turn], seeds, allow_unused=True)
 
 
-def _turned(arena: _ColdMemory, turn: int, known: set[int], t: Tensor) -> Tensor:
-    return arena.at(turn, t) if id(t) in known else t
+def _param_at_turn(arena: _ColdMemory, turn: int, known: set[int], t: Tensor) -> Tensor:
+    return arena.param_at(turn, t) if id(t) in known else t
 
 
-def _with(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+def _map_tensors(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
     """Copy lists, tuples and dicts with other tensors."""
     if isinstance(value, Tensor):
         return new(value)
     if type(value) in (list, tuple):
-        return type(value)([_with(v, new) for v in value])
-    return {k: _with(v, new) for k, v in value.items()} if type(value) is dict else value
+        return type(value)([_map_tensors(v, new) for v in value])
+    return {k: _map_tensors(v, new) for k, v in value.items()} if type(value) is dict else value

@@ -65,9 +65,9 @@ class Shared:
             return function(*args)
         result = function(*args)
         if type(result) is tuple:
-            result = tuple(self._kept(part) for part in result)
+            result = tuple(self._intern_part(part) for part in result)
         else:
-            result = self._kept(result)
+            result = self._intern_part(result)
         if self._bytes > MAX_BYTES:
             self._found.clear()
             self._same.clear()
@@ -75,7 +75,7 @@ class Shared:
         self._found[what] = args, result
         return result
 
-    def _kept(self, part: Any) -> Any:
+    def _intern_part(self, part: Any) -> Any:
         if not isinstance(part, np.ndarray):
             return part
         self._bytes += part.nbytes

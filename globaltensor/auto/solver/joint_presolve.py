@@ -37,7 +37,7 @@ class JointPresolve:
 
     def __init__(self, problems: tuple[Problem, Problem], deadline: float = np.inf) -> None:
         """Reduce until nothing changes or the deadline (of `time.monotonic`) has passed."""
-        joined = _Joined()
+        joined = _ComplexPairs()
         costs, tables = (
             [joined(*both) for both in zip(*those, strict=True)]
             for those in ([p.costs for p in problems], [p.tables for p in problems])
@@ -48,7 +48,10 @@ class JointPresolve:
         self._live = sorted(self._core.live)
         self.feasible = self._core.feasible
         self.problems = (
-            (self._left(problems[0].name, 0), self._left(problems[1].name, 1))
+            (
+                self._remaining_problem(problems[0].name, 0),
+                self._remaining_problem(problems[1].name, 1),
+            )
             if self.feasible
             else problems
         )
@@ -57,8 +60,8 @@ class JointPresolve:
         """Return the choice for the original problems."""
         return self._core.expand(dict(zip(self._live, choice[: len(self._live)], strict=True)))
 
-    def _left(self, name: str, which: int) -> Problem:
-        core, parted = self._core, _Parted(which)
+    def _remaining_problem(self, name: str, which: int) -> Problem:
+        core, parted = self._core, _ComplexParts(which)
         place = {i: n for n, i in enumerate(self._live)}
         most = float(core.room.max(initial=0.0))
         whole = all(
@@ -90,7 +93,7 @@ class JointPresolve:
         return left
 
 
-class _Joined:
+class _ComplexPairs:
     """A memo of pairs of arrays joined into one complex array.
 
     An entry is forbidden where it is forbidden in either array. The same two array objects always
@@ -111,7 +114,7 @@ class _Joined:
         return self._known[key]
 
 
-class _Parted:
+class _ComplexParts:
     """A memo of one of the two parts of complex arrays, one result object per array object."""
 
     def __init__(self, which: int) -> None:

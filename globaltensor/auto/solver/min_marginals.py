@@ -68,13 +68,13 @@ def marginals(elimination: Elimination, costs: Sequence[Array]) -> Marginals | N
         # other components
         belief = belief + (down[i][None] if near else least - float(up[i]))
         for child in children[i]:
-            theirs = _least(belief, scope, scopes[child])
+            theirs = _min_over_others(belief, scope, scopes[child])
             with np.errstate(invalid="ignore"):
                 down[child] = np.where(np.isfinite(theirs), theirs - up[child], np.inf)
         for e in edges[i]:
             a, b, _ = elimination.edges[e]
-            of_edges[e] = _least(belief, scope, (a, b))
-        of_nodes[i] = _least(belief, scope, (i,))
+            of_edges[e] = _min_over_others(belief, scope, (a, b))
+        of_nodes[i] = _min_over_others(belief, scope, (i,))
     return Marginals(least, of_nodes, of_edges)
 
 
@@ -86,7 +86,7 @@ def _spread(
     return table.transpose(order).reshape([sizes[n] if n in those else 1 for n in scope])
 
 
-def _least(belief: Array, scope: tuple[int, ...], those: tuple[int, ...]) -> Array:
+def _min_over_others(belief: Array, scope: tuple[int, ...], those: tuple[int, ...]) -> Array:
     """Return the minimum over all nodes of a scope except ``those``, with axes in their order."""
     left = belief.min(tuple(k for k, n in enumerate(scope) if n not in those))
     kept = [n for n in scope if n in those]

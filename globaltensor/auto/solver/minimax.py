@@ -131,7 +131,7 @@ class MinimaxSolver:
         limited = self.problems[0].usage_limit is not None
         # the subproblems need it as a choice of the reduced problems
         known = None if self.proving else self.best
-        root = self._raised(
+        root = self._bound_branch(
             _SearchBranch(self.bound, low=known),
             ACCEPTED_GAP if limited and self.proving and self.program > 0 else self.near / 2,
         )
@@ -139,14 +139,14 @@ class MinimaxSolver:
         self.log |= {"weight": round(root.at, 4), "rooted": self.bound}
         if (
             self.proving
-            and self.bound < self._enough
+            and self.bound < self._target_bound
             and worthwhile(self.best.whole)
-            and not self._closed(root)
+            and not self._close_gap(root)
         ):
-            self._divided(root)
+            self._branch_and_bound(root)
 
     @property
-    def _enough(self) -> float:
+    def _target_bound(self) -> float:
         """The bound at which nothing is left to find."""
         return min(self.best.cost, self.below) * (1 - self.near)
 
@@ -158,12 +158,12 @@ class MinimaxSolver:
         first, second = (float(problem.evaluate(whole)) for problem in self.whole)
         return BiCostChoice(first, second, whole, choice)
 
-    def _offered(self, point: BiCostChoice) -> None:
+    def _offer_incumbent(self, point: BiCostChoice) -> None:
         """Make a choice the incumbent if it is better and fits."""
         if point.cost < self.best.cost and self.whole[0].fits(point.whole):
             self.best = point
 
-    def _raised(self, part: _SearchBranch, near: float) -> _SearchBranch:
+    def _bound_branch(self, part: _SearchBranch, near: float) -> _SearchBranch:
         """Return the subproblem with the bound and the choices of its best weight.
 
         Choices that are found on the way are offered as incumbents.
@@ -173,7 +173,7 @@ class MinimaxSolver:
             _restricted(self.problems[1], part.allowed),
         )
         low, high, at, bound = part.low, part.high, part.at, part.bound
-        while self.left > 0 and bound < self._enough:
+        while self.left > 0 and bound < self._target_bound:
             solution = solve(weighted(problems, at), seconds=self._seconds, gap=near, least=False)
             self.left = self.left - 1 if self._seconds else 0
             if not solution.feasible:
@@ -184,7 +184,7 @@ class MinimaxSolver:
                 max(bound, float(solution.bound)),
                 self._point(self.pair.expand(choice), choice),
             )
-            self._offered(point)
+            self._offer_incumbent(point)
             low, high = (point, high) if point.second > point.first else (low, point)
             if low is None or high is None:
                 end = 0.0 if low is None else 1.0
@@ -200,12 +200,12 @@ class MinimaxSolver:
             for one, other in ((low, high), (high, low)):
                 mixed = relink(self.whole, one.whole, other.whole, self.order)
                 if mixed is not None:
-                    self._offered(self._point(mixed))
+                    self._offer_incumbent(self._point(mixed))
         return dataclasses.replace(part, bound=bound, at=at, low=low, high=high)
 
     # Integer program
 
-    def _closed(self, root: _SearchBranch) -> bool:
+    def _close_gap(self, root: _SearchBranch) -> bool:
         """Forbid what costs too much at the best weight, and close the gap with HiGHS.
 
         Returns True if the gap was closed. The first program has only the strategies and pairs
@@ -213,13 +213,13 @@ class MinimaxSolver:
         is known, less of the rest is left for the next program.
         """
         end = min(self.deadline, time.monotonic() + MAX_PROGRAM_SECONDS)
-        known = self._known(root, end) if self.program >= 0 else None
+        known = self._lower_bounds(root, end) if self.program >= 0 else None
         if known is None:
             return False
         for share in INTERVAL_FRACTIONS:
-            high = self._enough
+            high = self._target_bound
             reach = self.bound + share * (high - self.bound)
-            left = JointPresolve(self._without(known, reach), end)
+            left = JointPresolve(self._forbid_costly(known, reach), end)
             pairs = (
                 sum(int(np.isfinite(table).sum()) for table in left.problems[0].tables)
                 if left.feasible
@@ -242,16 +242,18 @@ class MinimaxSolver:
                     0,
                 )
                 if outcome.choice is not None:
-                    self._offered(
+                    self._offer_incumbent(
                         self._point(self.pair.expand(left.expand(outcome.choice.tolist())))
                     )
                 done, least = outcome.done, min(high, outcome.bound)
             self.bound = min(self.best.cost, max(self.bound, min(least, reach)))
-            if not done or self.bound >= self._enough:
+            if not done or self.bound >= self._target_bound:
                 return done
         return True
 
-    def _known(self, root: _SearchBranch, end: float) -> ExactMarginals | Reparametrization | None:
+    def _lower_bounds(
+        self, root: _SearchBranch, end: float
+    ) -> ExactMarginals | Reparametrization | None:
         """Return lower bounds of the cost with each strategy and pair.
 
         They hold at the best weight and at the best memory prices that are found. The result is
@@ -268,7 +270,7 @@ class MinimaxSolver:
             ascent.run(end, ROUNDS)
         return dear(flat, ascent, False)
 
-    def _without(
+    def _forbid_costly(
         self, known: ExactMarginals | Reparametrization, reach: float
     ) -> tuple[Problem, Problem]:
         """Return the problems without the strategies and pairs that cost more than `reach`."""
@@ -280,32 +282,35 @@ class MinimaxSolver:
             tables[flat.nodes[i], flat.nodes[j]] = pairs[flat.at[e] : flat.at[e + 1]].reshape(
                 flat.size[i], flat.size[j]
             )
-        return _without(self.problems[0], strategies, tables), _without(
+        return _forbid_entries(self.problems[0], strategies, tables), _forbid_entries(
             self.problems[1], strategies, tables
         )
 
     # Branch and bound
 
-    def _divided(self, root: _SearchBranch) -> None:
+    def _branch_and_bound(self, root: _SearchBranch) -> None:
         parts, number, done = [root], 0, math.inf
         waiting: list[tuple[float, int, _SearchBranch]] = []
         while parts:
             for part in parts:
-                if part.bound < self._enough:
+                if part.bound < self._target_bound:
                     number += 1
                     heapq.heappush(waiting, (part.bound, number, part))
                 else:
                     done = min(done, part.bound)
             parts = []
-            if self.left > 0 and waiting and waiting[0][0] < self._enough:
-                parts = [self._raised(part, self.near / 2) for part in self._parted(waiting[0][2])]
+            if self.left > 0 and waiting and waiting[0][0] < self._target_bound:
+                parts = [
+                    self._bound_branch(part, self.near / 2)
+                    for part in self._split_branch(waiting[0][2])
+                ]
                 if parts:
                     heapq.heappop(waiting)
         self.bound = min(
             self.best.cost, max(self.bound, min([done, *(bound for bound, _, _ in waiting)]))
         )
 
-    def _parted(self, part: _SearchBranch) -> list[_SearchBranch]:
+    def _split_branch(self, part: _SearchBranch) -> list[_SearchBranch]:
         """Return two subproblems of a subproblem.
 
         The result is empty where the best choices on either side of the weight are the same.
@@ -314,14 +319,14 @@ class MinimaxSolver:
             return []
         ends = part.low.choice, part.high.choice
         apart = {
-            node: abs(self._more(node, ends[0]) - self._more(node, ends[1]))
+            node: abs(self._cost_difference(node, ends[0]) - self._cost_difference(node, ends[1]))
             for node in range(len(ends[0]))
             if ends[0][node] != ends[1][node]
         }
         if not apart:
             return []
         node = max(apart, key=lambda n: (apart[n], -n))
-        more = self._tendency(node, part.at)
+        more = self._strategy_differences(node, part.at)
         this = more > (more[ends[0][node]] + more[ends[1][node]]) / 2
         if this[ends[0][node]] == this[ends[1][node]]:
             this = np.arange(len(more)) == ends[0][node]
@@ -331,20 +336,22 @@ class MinimaxSolver:
             for ok in (this, ~this)
         ]
         return [
-            dataclasses.replace(p, low=_allowed(p, part.low), high=_allowed(p, part.high))
+            dataclasses.replace(
+                p, low=_point_if_allowed(p, part.low), high=_point_if_allowed(p, part.high)
+            )
             for p in smaller
         ]
 
-    def _near(self, node: int) -> list[tuple[int, int, Array]]:
+    def _incident_edges(self, node: int) -> list[tuple[int, int, Array]]:
         if not self._edges:
             self._edges = {n: [] for n in range(len(self.problems[0].costs))}
             for e, (i, j) in enumerate(self.problems[0].edges):
-                more = _less(self.problems[1].tables[e], self.problems[0].tables[e])
+                more = _finite_difference(self.problems[1].tables[e], self.problems[0].tables[e])
                 self._edges[i].append((e, j, more))
                 self._edges[j].append((e, i, more.T))
         return self._edges[node]
 
-    def _more(self, node: int, choice: Sequence[int]) -> float:
+    def _cost_difference(self, node: int, choice: Sequence[int]) -> float:
         """Return the second cost minus the first cost of a node's strategy.
 
         The edges to the neighbours' strategies are included.
@@ -353,16 +360,17 @@ class MinimaxSolver:
             self.problems[1].costs[node][choice[node]] - self.problems[0].costs[node][choice[node]]
         )
         return own + sum(
-            float(more[choice[node], choice[other]]) for _, other, more in self._near(node)
+            float(more[choice[node], choice[other]])
+            for _, other, more in self._incident_edges(node)
         )
 
-    def _tendency(self, node: int, at: float) -> Array:
+    def _strategy_differences(self, node: int, at: float) -> Array:
         """Return the second cost minus the first cost of each of a node's strategies.
 
         The neighbours take the strategies that suit it best.
         """
-        total = _less(self.problems[1].costs[node], self.problems[0].costs[node])
-        for e, _, more in self._near(node):
+        total = _finite_difference(self.problems[1].costs[node], self.problems[0].costs[node])
+        for e, _, more in self._incident_edges(node):
             first, second = (
                 (p.tables[e] if p.edges[e][0] == node else p.tables[e].T) for p in self.problems
             )
@@ -384,7 +392,7 @@ def _restricted(problem: Problem, allowed: Mapping[int, Array]) -> Problem:
     )
 
 
-def _without(
+def _forbid_entries(
     problem: Problem, strategies: Sequence[Array], pairs: Mapping[tuple[int, int], Array]
 ) -> Problem:
     """Return a problem with these strategies and pairs forbidden."""
@@ -398,7 +406,7 @@ def _without(
     return dataclasses.replace(problem, costs=costs, tables=tables)
 
 
-def _allowed(part: _SearchBranch, point: BiCostChoice | None) -> BiCostChoice | None:
+def _point_if_allowed(part: _SearchBranch, point: BiCostChoice | None) -> BiCostChoice | None:
     return (
         point
         if point is not None and all(ok[point.choice[node]] for node, ok in part.allowed.items())
@@ -406,7 +414,7 @@ def _allowed(part: _SearchBranch, point: BiCostChoice | None) -> BiCostChoice | 
     )
 
 
-def _less(second: Array, first: Array) -> Array:
+def _finite_difference(second: Array, first: Array) -> Array:
     """Return second minus first, where a forbidden entry counts as 0."""
     return np.asarray(
         np.where(np.isfinite(first), second, 0.0) - np.where(np.isfinite(first), first, 0.0)

@@ -51,7 +51,7 @@ def relink(
         for choice in (before, after)
     )
     weight = min(max(crossing(low, high), SLIGHT), 1 - SLIGHT)
-    sums, others = [_Sums(len(order)) for _ in costs], {}
+    sums, others = [_CostByCut(len(order)) for _ in costs], {}
     rank = {node: k for k, node in enumerate(order)}
     near: dict[int, list[tuple[int, int, bool]]] = {
         node: [] for node in range(len(ends[0])) if node not in rank
@@ -74,7 +74,7 @@ def relink(
             total.add([k], [problem.costs[node][ends[1, node]], problem.costs[node][ends[0, node]]])
     for node, edges in near.items():
         edges.sort()
-        strategy_costs = [list(_along(problem, node, edges, ends)) for problem in costs]
+        strategy_costs = [list(_costs_along_path(problem, node, edges, ends)) for problem in costs]
         picked = [
             int(((1 - weight) * p + weight * q).argmin())
             for p, q in zip(*strategy_costs, strict=True)
@@ -128,7 +128,7 @@ def weighted(costs: tuple[Problem, Problem], at: float) -> Problem:
     return dataclasses.replace(costs[0], costs=nodes, tables=edges)
 
 
-class _Sums:
+class _CostByCut:
     """The costs by cut, where a cut is the number of nodes, from none to all, that are as before.
 
     An added value holds for a range of cuts.
@@ -153,7 +153,7 @@ class _Sums:
         return np.where(np.cumsum(self.forbidden) > 0, np.inf, np.cumsum(self.steps))[:-1]
 
 
-def _along(
+def _costs_along_path(
     problem: Problem, node: int, edges: Sequence[tuple[int, int, bool]], ends: Array
 ) -> Iterator[Array]:
     """Yield a node's strategy costs with none, one, two, ... of its first neighbours as before."""

@@ -84,10 +84,10 @@ class Differentiated(Recorder):
             backward_pass.run: self._backward,
             get_grad: self._get_grad,
             set_grad: self._set_grad,
-            torch.autograd.grad: self._some_grads,
+            torch.autograd.grad: self._autograd_grad,
             torch.autograd.backward: self._plain_backward,
             torch.Tensor.backward: self._plain_backward,
-            torch.Tensor.retain_grad: self._retained,
+            torch.Tensor.retain_grad: self._reject_retain_grad,
         }
 
     @abstractmethod
@@ -199,7 +199,7 @@ class Differentiated(Recorder):
         )
         self._grads[id(self.standing(x._local))] = value
 
-    def _some_grads(
+    def _autograd_grad(
         self,
         outputs: Any,
         inputs: Any,
@@ -253,7 +253,7 @@ class Differentiated(Recorder):
         )
         return tuple(input_grads)
 
-    def _retained(self, *args: Any) -> None:
+    def _reject_retain_grad(self, *args: Any) -> None:
         raise GraphError(
             "inside build(), retain_grad() has no effect: torch.autograd.grad returns the "
             f"gradient of a tensor that is not a parameter\n  {line()}"

@@ -87,7 +87,7 @@ def capture(
     materialize_all(object_tensors(kwargs, object_tensors(args, [])), list(named.values()))
     fake = torch_private.fake_tensors()
     dry = DryWorld(real)
-    with _as(dry, real), fresh_plans():
+    with _using_world(dry, real), fresh_plans():
         local = LocalRecorder(
             fake,
             dry,
@@ -98,7 +98,7 @@ def capture(
         )
         logical = LogicalRecorder(fake, local, {id(t): path for path, t in named.items()})
         inputs = object_tensors(kwargs, object_tensors(args, []))
-        stand_ins = [_stand_in(t, fake, imagined) for t in inputs]
+        stand_ins = [_fake_input(t, fake, imagined) for t in inputs]
         these = iter(stand_ins)
         args, kwargs = replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
         for i, s in enumerate(stand_ins):
@@ -108,7 +108,7 @@ def capture(
         logical.remember(named.values())
         try:
             with torch_private.tracing(), fake:
-                with logical, marked(logical), hooks(logical), _unchanged(logical):
+                with logical, marked(logical), hooks(logical), _restoring_outside_tensors(logical):
                     out = build(*args, **kwargs)
                 with local:
                     # (A mean from outside is materialized below, where nothing is recorded.)
@@ -116,7 +116,7 @@ def capture(
                         if isinstance(t, RemoteView):
                             t._materialize()
         except torch_private.data_dependence() as error:
-            raise GraphError(_depends(error)) from None
+            raise GraphError(_data_dependent_message(error)) from None
         outs = object_tensors(out, [])
         results = [
             Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs
@@ -130,7 +130,7 @@ def capture(
         local.unseeded()
         local.graph.output(tuple(local.of(local_of(t)) for t in outs))
         logical.graph.output(tuple(logical.of(t) for t in outs))
-        replicated = _replicated(dry, local, logical, inputs)
+        replicated = _find_replicated_uses(dry, local, logical, inputs)
     return CaptureResult(
         logical.graph,
         local.graph,
@@ -148,7 +148,7 @@ def capture(
     )
 
 
-def _replicated(
+def _find_replicated_uses(
     dry: DryWorld, local: LocalRecorder, logical: LogicalRecorder, inputs: list[torch.Tensor]
 ) -> list[ReplicatedUse]:
     """Return the values from outside that build() uses as the same on every rank."""
@@ -164,7 +164,7 @@ def _replicated(
 
 
 @contextlib.contextmanager
-def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
+def _restoring_outside_tensors(logical: LogicalRecorder) -> Iterator[None]:
     """Restore the contents of tensors from outside after build().
 
     Raises GraphError if build() has changed the dtype, sbp or placement of one."""
@@ -184,7 +184,7 @@ def _unchanged(logical: LogicalRecorder) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _as(dry: Any, real: Any) -> Iterator[None]:
+def _using_world(dry: Any, real: Any) -> Iterator[None]:
     """Use ``dry`` as the world of this thread."""
     set_world(dry)
     before, torch_private.recording.on, torch_private.recording.looks = (
@@ -201,7 +201,7 @@ def _as(dry: Any, real: Any) -> Iterator[None]:
             set_world(real)
 
 
-def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
+def _fake_input(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     """Return a fake tensor for an input."""
     real = local_of(t).detach()
     if imagined:
@@ -214,7 +214,7 @@ def _stand_in(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
     return GlobalTensor.wrap(stand_in, t._spec) if isinstance(t, GlobalTensor) else stand_in  # type: ignore[no-any-return]
 
 
-def _depends(error: BaseException) -> str:
+def _data_dependent_message(error: BaseException) -> str:
     """Return an error text with the line of the user's code that asks for a value."""
     frames = [f for f in traceback.extract_tb(error.__traceback__) if of_user(f.filename)]
     at = (

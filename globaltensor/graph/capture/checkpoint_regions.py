@@ -39,11 +39,11 @@ def marked(recorder: Any) -> Iterator[None]:
 def _region() -> Any:
     """Return a context for the function that a checkpoint runs, or None outside of recording."""
     found = _recording.get()
-    return None if found is None else _inside(*found)
+    return None if found is None else _in_region(*found)
 
 
 @contextlib.contextmanager
-def _inside(recorder: Any, numbers: Iterator[int]) -> Iterator[None]:
+def _in_region(recorder: Any, numbers: Iterator[int]) -> Iterator[None]:
     before = recorder.region
     if before is None:
         recorder.region = next(numbers)

@@ -61,7 +61,7 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
     """Return the nodes that ``wanted`` depend on, including those that write into their memory.
 
     Raises NotConstant if such a node is not constant."""
-    writers = [(n, _written(n)) for n in graph.nodes if n.meta.get("writes")]
+    writers = [(n, _written_storages(n)) for n in graph.nodes if n.meta.get("writes")]
     dependencies: set[fx.Node] = set()
     memories: set[int] = set()
     todo = list(wanted)
@@ -85,7 +85,7 @@ def _needed(graph: fx.Graph, wanted: Sequence[fx.Node]) -> set[fx.Node]:
     return dependencies
 
 
-def _written(node: fx.Node) -> set[int]:
+def _written_storages(node: fx.Node) -> set[int]:
     """Return the storages that a node writes into."""
     given = [
         t for n in nodes_in([node.args, node.kwargs]) for t in tensors_in(n.meta.get("val"), [])

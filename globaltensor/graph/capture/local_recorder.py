@@ -95,7 +95,7 @@ def _reads_values(func: Any, args: tuple[Any, ...]) -> bool:
     return bool(makes and tensors_in(args[0], []))
 
 
-def _written(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[int, ...]:
+def _mutated_positions(tensors: Sequence[torch.Tensor], versions: Sequence[int]) -> tuple[int, ...]:
     """Return the positions of the tensors whose versions are not ``versions`` any more."""
     return tuple(
         i
@@ -129,9 +129,9 @@ class LocalRecorder(Differentiated):
             box: self._box,
             overridable.apply: self._apply,
             draws.run: self._draw,
-            draws.fill_local: self._filled,
-            autograd_function.applied: self._applied,
-            parameter_gather.gather_param: self._gathered,
+            draws.fill_local: self._record_fill,
+            autograd_function.applied: self._record_autograd_function,
+            parameter_gather.gather_param: self._record_gather,
             **self.derived,
         }
 
@@ -257,14 +257,14 @@ class LocalRecorder(Differentiated):
             try:
                 out = self._constant(func, args, kwargs)
             except NotConstant:
-                return self._without_values(func, args, kwargs, error)
+                return self._run_data_free_variant(func, args, kwargs, error)
         if torch_private.innermost_transform() is not None:
             raise GraphError(
                 "build() uses a transform of torch.func (vmap, grad): write the batch as a dim, "
                 "or wrap this part in globaltensor.local_map"
             )
         name = getattr(func, "__name__", "")
-        written = _written(tensors, versions) or ((0,) if name == "__set__" else ())
+        written = _mutated_positions(tensors, versions) or ((0,) if name == "__set__" else ())
         draws = any(word in name for word in _RANDOM)
         effect = effect or bool(written) or name in _HOOKS or draws
         self.read = self.read or getattr(getattr(func, "__self__", None), "__name__", "") == "grad"
@@ -281,7 +281,7 @@ class LocalRecorder(Differentiated):
             self.unseeded()
         return self._real_results(out)
 
-    def _without_values(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
+    def _run_data_free_variant(self, func: Any, args: Any, kwargs: Any, error: Exception) -> Any:
         """Run a call whose values are unknown by a variant that needs none.
 
         Raises GraphError if the values are random, and ``error`` where there is no such variant."""
@@ -406,7 +406,7 @@ class LocalRecorder(Differentiated):
             self.as_run(function), args, kwargs, RandomCall(function, tuple(coordinate)), True
         )
 
-    def _filled(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
+    def _record_fill(self, spec: Spec, fill: Any, generator: Any = None) -> torch.Tensor:
         inside = self.rank in spec.placement._coordinates
         device = (
             torch.device(spec.placement.type) if inside else world().outside(spec.placement.type)
@@ -420,7 +420,7 @@ class LocalRecorder(Differentiated):
         self.node(step, (self.arg(generator),), {}, out, effect=True)
         return out
 
-    def _applied(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _record_autograd_function(self, function: Any, args: Any, kwargs: Any) -> Any:
         operands = tensors_in(kwargs, tensors_in(args, []))
         reached = Reached()
         if not any(isinstance(t, GlobalTensor) for t in operands):
@@ -451,7 +451,7 @@ class LocalRecorder(Differentiated):
         ]
         return replaced(step.result, iter(wrapped))
 
-    def _gathered(self, leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
+    def _record_gather(self, leaf: GlobalTensor, src: Spec, dst: Spec, why: str) -> torch.Tensor:
         local = self.standing(leaf._local)
         shape = dst.local_shape(self.rank) if self.rank in dst.placement._coordinates else (0,)
         out = self.made(shape, dst.dtype, self.fake_device(dst, local), [local])

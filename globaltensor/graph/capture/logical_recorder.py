@@ -88,7 +88,7 @@ class LogicalRecorder(Recorder):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = recover_dropped_args(func, kwargs or {})
         if func is stage_of_tensor:
-            return self._staged(*args)
+            return self._set_stage(*args)
         if (
             func is torch.Tensor.__bool__
             and (known_value := decided(self.known.get(id(args[0])))) is not None
@@ -98,7 +98,7 @@ class LogicalRecorder(Recorder):
             return False  # PyTorch takes no shortcut, and the mask itself still masks
         self.remember(tensors_in(kwargs, tensors_in(args, [])))
         if self.joins:
-            args, kwargs = self._together(func, args, kwargs)
+            args, kwargs = self._move_to_one_placement(func, args, kwargs)
         self.local.path, self.local.stage, self.local.region = self.path, self.stage, self.region
         self.call = self.local.call = self.call + 1
         came, first, taken = specs_of(args, kwargs), len(self.local.boxed), (args, kwargs)
@@ -110,7 +110,7 @@ class LogicalRecorder(Recorder):
             if self.applied is not None:
                 self.applied.written(func, *taken)
             self.values(out)
-        if self._beneath(args) or self._beneath(kwargs):
+        if self._acts_on_local_tensors(args) or self._acts_on_local_tensors(kwargs):
             return out
         name = getattr(func, "__name__", "")
         written = (
@@ -161,7 +161,7 @@ class LogicalRecorder(Recorder):
             )  # the entry keeps t alive, so that its id stays unique
         return self.moved[key][1]  # type: ignore[return-value]
 
-    def _together(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _move_to_one_placement(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the operands of an op that mixes stages, moved to one placement.
 
         This is the placement of the running stage, or else of the latest stage among the operands.
@@ -172,7 +172,7 @@ class LogicalRecorder(Recorder):
             return args, kwargs
         latest = max(
             (t for t in operands if isinstance(t, GlobalTensor)),
-            key=lambda t: _or_first(self.of(t).meta.get("reached")),
+            key=lambda t: _stage_order(self.of(t).meta.get("reached")),
         )
         where = self.stage_placement or latest._spec.placement
         if writes(func) and not lies_at(operands[0], where):
@@ -186,7 +186,9 @@ class LogicalRecorder(Recorder):
             ]
         return replaced(args, replacements := iter(moved_operands)), replaced(kwargs, replacements)
 
-    def _staged(self, t: GlobalTensor, stage_id: int | None, placement: Placement | None) -> None:
+    def _set_stage(
+        self, t: GlobalTensor, stage_id: int | None, placement: Placement | None
+    ) -> None:
         """Move ``t`` to ``placement``, and let what is computed from it belong to the stage."""
         node = self.of(t)
         if placement is not None and t._spec.placement is not placement:
@@ -227,7 +229,7 @@ class LogicalRecorder(Recorder):
         real = self.local.real_of(t)
         return real if real is not None and id(real) in self.known else None
 
-    def _beneath(self, given: Any) -> bool:
+    def _acts_on_local_tensors(self, given: Any) -> bool:
         """Return True if a call acts on local tensors, inside one of this package's functions."""
         tensors = tensors_in(given, [])
         return any(
@@ -244,7 +246,7 @@ class LogicalRecorder(Recorder):
         return node
 
 
-def _or_first(stage: int | None) -> int:
+def _stage_order(stage: int | None) -> int:
     return -1 if stage is None else stage
 
 

@@ -41,7 +41,7 @@ def block_of(
     return both
 
 
-def _cut_off(module: torch.nn.Module) -> bool:
+def _has_stage(module: torch.nn.Module) -> bool:
     found = module.__dict__.get("_stage")
     return found is not None and found.stage_id is not None
 
@@ -58,19 +58,21 @@ def watched(
 
     The context is entered around build(). ``own`` holds the attributes of the graph, and
     ``build`` is the function that runs."""
-    watcher = _Watcher(logical)
-    logical.joins = any(_cut_off(part) for module in modules.values() for part in module.modules())
+    watcher = _ModuleWatcher(logical)
+    logical.joins = any(
+        _has_stage(part) for module in modules.values() for part in module.modules()
+    )
     try:
         for name, module in modules.items():
             for path, part in module.named_modules():
-                watcher.around(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
+                watcher.add_hooks(f"{name}.{path}".rstrip("."), block_of(part, blocks), part)
         with averaged(modules), restoring_modules(modules, own or {}, logical, build):
             yield
     finally:
-        watcher.leave()
+        watcher.remove_hooks()
 
 
-class _Watcher:
+class _ModuleWatcher:
     def __init__(self, logical: LogicalRecorder) -> None:
         self.logical = logical
         self.regions = itertools.count()
@@ -81,12 +83,12 @@ class _Watcher:
         self.places: dict[int, Placement] = {}  # placements of the stages that have run
         self.ran: set[int] = set()  # ids of modules with a stage that have run
 
-    def leave(self) -> None:
+    def remove_hooks(self) -> None:
         for handle in self.handles:
             handle.remove()
-        self.give_back(0)
+        self.return_weights(0)
 
-    def around(self, path: str, block: ModuleSettings | None, module: torch.nn.Module) -> None:
+    def add_hooks(self, path: str, block: ModuleSettings | None, module: torch.nn.Module) -> None:
         def enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
             logical, inputs = self.logical, object_tensors(kwargs, object_tensors(args, []))
             self.before.append(
@@ -102,16 +104,16 @@ class _Watcher:
             if block is not None:
                 if block.activation_checkpointing and logical.region is None:
                     logical.region = next(self.regions)
-                stage, where = self.turn(module, block, inputs)
+                stage, where = self.stage_of_run(module, block, inputs)
                 if stage is not None:
                     logical.stage = stage
                 if where is not None:
                     self.stage_placement = logical.stage_placement = where
             if self.stage_placement is not None:
-                self.borrow(module)
+                self.borrow_weights(module)
             if block is None or block.placement is None:
                 return None
-            boxed = iter([self.brought(t) for t in inputs])
+            boxed = iter([self.to_running_stage(t) for t in inputs])
             return replaced_in_objects(args, boxed), replaced_in_objects(kwargs, boxed)
 
         def exit_(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
@@ -123,12 +125,12 @@ class _Watcher:
                 held,
             ) = self.before.pop()
             self.logical.stage_placement = self.stage_placement
-            self.give_back(held)
+            self.return_weights(held)
 
         self.handles.append(module.register_forward_pre_hook(enter, with_kwargs=True))
         self.handles.append(module.register_forward_hook(exit_, with_kwargs=True))
 
-    def turn(
+    def stage_of_run(
         self, module: torch.nn.Module, block: ModuleSettings, inputs: list[torch.Tensor]
     ) -> tuple[int | None, Placement | None]:
         """Return the stage and the placement in which a module runs.
@@ -155,7 +157,7 @@ class _Watcher:
             )
         return stage, self.places[stage]
 
-    def brought(self, t: torch.Tensor) -> torch.Tensor:
+    def to_running_stage(self, t: torch.Tensor) -> torch.Tensor:
         """Return the tensor on the placement of the running stage, with its sbp unchanged."""
         if (
             not isinstance(t, GlobalTensor)
@@ -165,7 +167,7 @@ class _Watcher:
             return t
         return self.logical.brought(t, self.stage_placement)
 
-    def borrow(self, module: torch.nn.Module) -> None:
+    def borrow_weights(self, module: torch.nn.Module) -> None:
         """Move weights of other stages (tied weights) to the running stage for the module's run."""
         for held in (module._parameters, module._buffers):
             for name, t in held.items():
@@ -174,9 +176,9 @@ class _Watcher:
                     and t._spec.shown.placement is not self.stage_placement
                 ):
                     self.borrowed.append((module, name, t))
-                    held[name] = self.brought(t)  # type: ignore[assignment]
+                    held[name] = self.to_running_stage(t)  # type: ignore[assignment]
 
-    def give_back(self, held: int) -> None:
+    def return_weights(self, held: int) -> None:
         while len(self.borrowed) > held:
             module, name, t = self.borrowed.pop()
             (module._parameters if name in module._parameters else module._buffers)[name] = t
@@ -197,7 +199,7 @@ def stages_of(
         int, set[int | None]
     ] = {}  # id of a weight -> the stages of the modules that hold it
     astray: list[tuple[str, GlobalTensor, int, Placement]] = []
-    for path, part, block in _staged(modules, blocks):
+    for path, part, block in _walk_with_stages(modules, blocks):
         stage = None if block is None else block.stage_id
         for t in (*part._parameters.values(), *part._buffers.values()):
             users.setdefault(id(t), set()).add(stage)
@@ -251,7 +253,7 @@ def configured_placements(
 ) -> list[Placement]:
     """Return the placements of the stages, stage 0 first, by the settings of the modules alone."""
     stage_placements: dict[int, Placement] = {}
-    for _, part, block in _staged(modules, blocks):
+    for _, part, block in _walk_with_stages(modules, blocks):
         if (
             block is not None
             and block.stage_id is not None
@@ -265,21 +267,21 @@ def configured_placements(
     return [stage_placements[k] for k in sorted(stage_placements)]
 
 
-def _staged(
+def _walk_with_stages(
     modules: Mapping[str, torch.nn.Module], blocks: Mapping[int, ModuleSettings]
 ) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
     """Yield path, module, and the settings that assign the module to a stage.
 
     These are the module's own settings, or those of a module that contains it."""
 
-    def down(
+    def walk(
         path: str, module: torch.nn.Module, block: ModuleSettings | None
     ) -> Iterator[tuple[str, torch.nn.Module, ModuleSettings | None]]:
         own = block_of(module, blocks)
         block = own if own is not None and own.stage_id is not None else block
         yield path, module, block
         for child, part in module.named_children():
-            yield from down(f"{path}.{child}", part, block)
+            yield from walk(f"{path}.{child}", part, block)
 
     for top, module in modules.items():
-        yield from down(top, module, None)
+        yield from walk(top, module, None)

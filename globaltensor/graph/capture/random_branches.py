@@ -40,7 +40,7 @@ def decided(node: fx.Node | None) -> bool | None:
     below = name in _BELOW
     if b >= 1:
         return below
-    if b < 0 or (b == 0 and (name in ("lt", "ge") or _fine(a))):
+    if b < 0 or (b == 0 and (name in ("lt", "ge") or _never_draws_zero(a))):
         return not below
     return None
 
@@ -59,7 +59,7 @@ def drawn(node: fx.Node | None) -> bool:
     return is_random
 
 
-def _fine(node: fx.Node) -> bool:
+def _never_draws_zero(node: fx.Node) -> bool:
     """Return True if exactly 0 is hardly ever drawn. Half precision has too few values for that."""
     return node.meta["val"].dtype in (torch.float32, torch.float64)
 

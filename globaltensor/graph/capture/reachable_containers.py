@@ -104,7 +104,7 @@ class TensorContainer:
             yield from container.slots(key)
 
 
-class _Reached(NamedTuple):
+class _ReachedValue(NamedTuple):
     """A value that the search has reached, and the entry of a container that refers to it.
 
     ``bounded``: it was reached through a variable of a function, which may refer to anything."""
@@ -137,7 +137,7 @@ class Containers:
         self._search("", function, bounded=True)
 
     def _search(self, path: str, value: Any, bounded: bool) -> None:
-        todo = deque([_Reached(path, value, None, bounded)])
+        todo = deque([_ReachedValue(path, value, None, bounded)])
         while todo:
             reached = todo.popleft()
             value = reached.value
@@ -157,9 +157,9 @@ class Containers:
                 if reached.bounded and reached.origin is not None:
                     self.modules.append((reached.origin[0].held, reached.origin[1]))
             else:
-                todo += self._opened(reached)
+                todo += self._open_container(reached)
 
-    def _opened(self, reached: _Reached) -> list[_Reached]:
+    def _open_container(self, reached: _ReachedValue) -> list[_ReachedValue]:
         """Add the container of a value, and return its entries, to be searched."""
         path, value, origin, bounded = reached
         held = contents(value)
@@ -179,22 +179,22 @@ class Containers:
             kinds = value.__mro__[1:-1]
         elif bounded and held is not value:
             kinds = type(value).__mro__[:-1]
-        return entries + [_Reached(kind.__name__, kind, None, True) for kind in kinds]
+        return entries + [_ReachedValue(kind.__name__, kind, None, True) for kind in kinds]
 
-    def _variables(self, function: Any) -> list[_Reached]:
+    def _variables(self, function: Any) -> list[_ReachedValue]:
         """Add the variables of a function, and return their values, to be searched."""
         if isinstance(function, functools.partial):
             bound = function.func, *function.args, *function.keywords.values()
-            return [_Reached("", v, None, True) for v in bound]
+            return [_ReachedValue("", v, None, True) for v in bound]
         if isinstance(function, types.MethodType):
             owner = function.__self__
             kind = owner if isinstance(owner, type) else type(owner)
             reached = ("", function.__func__), ("", owner), (kind.__name__, kind)
-            return [_Reached(path, v, None, True) for path, v in reached]
+            return [_ReachedValue(path, v, None, True) for path, v in reached]
         if isinstance(function, (staticmethod, classmethod)):
-            return [_Reached("", function.__func__, None, True)]
+            return [_ReachedValue("", function.__func__, None, True)]
         if isinstance(function, property):
-            return [_Reached("", function.fget, None, True)]
+            return [_ReachedValue("", function.fget, None, True)]
         if id(function) in self._functions or not is_user_code(function.__code__):
             return []
         self._functions.add(id(function))
@@ -223,13 +223,13 @@ class Containers:
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         return [
             *(child for container in variables for child in _children(container, True)),
-            *(_Reached("", v, None, True) for v in defaults if _may_hold(v)),
+            *(_ReachedValue("", v, None, True) for v in defaults if _may_hold(v)),
         ]
 
 
-def _children(container: TensorContainer, bounded: bool) -> list[_Reached]:
+def _children(container: TensorContainer, bounded: bool) -> list[_ReachedValue]:
     return [
-        _Reached(named(container.path, container.held, k), v, (container, k), bounded)
+        _ReachedValue(named(container.path, container.held, k), v, (container, k), bounded)
         for k, v in container.then.items()
         if _may_hold(v)
     ]

@@ -73,7 +73,7 @@ def restoring_modules(
         writes = [
             w
             for path, part, parameters, buffers in changed
-            for w in _restored(path, part, parameters, buffers, done)
+            for w in _restore_module(path, part, parameters, buffers, done)
         ]
         moved = {
             id(t)
@@ -84,7 +84,7 @@ def restoring_modules(
         writes += [
             w
             for place in places.values()
-            for w in _restored_container(place, places, moved, logical if done else None)
+            for w in _restore_container(place, places, moved, logical if done else None)
         ]
         if done:
             logical.slots += containers.modules
@@ -114,7 +114,7 @@ def _numpy_state() -> tuple[Any, ...]:
     return kind, keys.tobytes(), *rest  # type: ignore[union-attr]
 
 
-def _fits(old: Any, new: Any) -> bool:
+def _can_copy_into(old: Any, new: Any) -> bool:
     tensors = isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)
     return (
         tensors
@@ -132,7 +132,7 @@ def _read(container: TensorContainer, logical: LogicalRecorder) -> list[Any]:
     ]
 
 
-def _restored_container(
+def _restore_container(
     container: TensorContainer,
     places: Mapping[int, TensorContainer],
     moved: set[int],
@@ -145,17 +145,18 @@ def _restored_container(
     replaced_entries = {
         k: v
         for k, v in container.changed().items()
-        if any(_stands_in(t) or id(t) in moved for t in tensors_in(v, []))
+        if any(_is_fake(t) or id(t) in moved for t in tensors_in(v, []))
     }
     put_back(container, replaced_entries)
     writes = []
     for k, new in replaced_entries.items() if logical is not None else ():
         olds, news = tensors_in(container.then.get(k), []), tensors_in(new, [])
         pairs = list(zip(olds, news, strict=True)) if len(olds) == len(news) else []
-        if pairs and not any(_follows(logical, new, moved) for _, new in pairs):
+        if pairs and not any(_depends_on_inputs(logical, new, moved) for _, new in pairs):
             continue
         if pairs and all(
-            _fits(o, n) and o.dtype is n.dtype and _alone(o, places) for o, n in pairs
+            _can_copy_into(o, n) and o.dtype is n.dtype and _is_unshared(o, places)
+            for o, n in pairs
         ):
             writes += pairs
             logical.slots.extend(container.slots(k))  # type: ignore[union-attr]
@@ -168,11 +169,11 @@ def _restored_container(
     return writes
 
 
-def _stands_in(t: torch.Tensor) -> bool:
+def _is_fake(t: torch.Tensor) -> bool:
     return torch_private.is_fake(t._stored if isinstance(t, GlobalTensor) else t)
 
 
-def _alone(old: torch.Tensor, places: Mapping[int, TensorContainer]) -> bool:
+def _is_unshared(old: torch.Tensor, places: Mapping[int, TensorContainer]) -> bool:
     """Return True if no other name of a module, the graph or a variable has the same tensor.
 
     Writing into a shared tensor would change the other name's value too."""
@@ -185,7 +186,7 @@ def _alone(old: torch.Tensor, places: Mapping[int, TensorContainer]) -> bool:
     return sum(t is old for v in held_values for t in tensors_in(v, [])) == 1
 
 
-def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
+def _depends_on_inputs(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
     """Return True if the new tensor depends on an input of the call or on one of ``moved``.
 
     Otherwise it follows from the code alone (a table that is made again)."""
@@ -201,7 +202,7 @@ def _follows(logical: Recorder, new: torch.Tensor, moved: set[int]) -> bool:
     return False
 
 
-def _restored(
+def _restore_module(
     path: str, part: torch.nn.Module, parameters: Any, buffers: Any, done: bool
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Restore a module, and return (buffer, new value) for buffers that were given new tensors."""
@@ -220,7 +221,7 @@ def _restored(
         now.update(then)
         for name in renewed if done else ():
             old, new = then.get(name), given[name]
-            if kind == "parameter" or not _fits(old, new):
+            if kind == "parameter" or not _can_copy_into(old, new):
                 raise GraphError(
                     f"build() replaces the {kind} {path}.{name}: a graph's modules keep their "
                     f"parameters and buffers. Write into the buffer ({name}.copy_(value), of one "

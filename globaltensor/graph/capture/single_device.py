@@ -37,11 +37,11 @@ def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -
     for node in logical.nodes:
         if node.op == "placeholder" and "path" in node.meta:
             path = node.meta["path"]
-            root[path] = _whole(node.meta["val"], copies)
+            root[path] = _full_copy(node.meta["val"], copies)
             made[node] = graph.get_attr(path)
         elif node.op in ("call_function", "call_method"):
             modes = _switch(graph, modes, node.meta.get("modes", modes))
-            made[node] = _translated(graph, node, made)
+            made[node] = _translate_node(graph, node, made)
         elif node.op == "output":
             _switch(graph, modes, start)
             graph.output(fx.map_arg(node.args[0], made.__getitem__))
@@ -50,7 +50,7 @@ def on_one_device(logical: fx.Graph, constants: Mapping[str, Any], start: Any) -
     return fx.GraphModule(root, graph, "OneDevice")
 
 
-def _whole(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
+def _full_copy(t: torch.Tensor, copies: dict[int, torch.Tensor]) -> torch.Tensor:
     """Return a copy of a state's full value. Tied states share one copy."""
     full_copy = copies.get(id(t))
     if full_copy is None:
@@ -78,7 +78,7 @@ def _switch(graph: fx.Graph, now: Any, wanted: Any) -> Any:
     return wanted
 
 
-def _translated(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> Any:
+def _translate_node(graph: fx.Graph, node: fx.Node, made: dict[fx.Node, Any]) -> Any:
     target, where = node.target, node.meta.get("where", "")
     if target in SAME:
         return made[node.args[0]]  # type: ignore[index]

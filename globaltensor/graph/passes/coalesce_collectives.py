@@ -37,7 +37,7 @@ def coalesce_collectives(graph: fx.Graph) -> None:
                 groups.append(waiting.pop(key))
         if is_boxing(node) and node.target.grad is None and own.fixed(node):
             move = move_of(node.target.src, node.target.dst)
-            if move is not None and _pays(move):
+            if move is not None and _is_worthwhile(move):
                 src = node.target.src
                 key = (
                     move.kind,
@@ -53,7 +53,7 @@ def coalesce_collectives(graph: fx.Graph) -> None:
             _join(graph, group)
 
 
-def _pays(move: Move) -> bool:
+def _is_worthwhile(move: Move) -> bool:
     """Return True if a collective's latency costs more than two copies of the data.
 
     The data is copied into a common buffer and out of it."""

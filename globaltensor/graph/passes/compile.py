@@ -73,9 +73,9 @@ class Compiled(torch.nn.Module):
         self.run: Any = None
 
     def forward(self, *args: Any) -> Any:
-        return self._first(*args) if self.run is None else self.run(*args)
+        return self._first_run(*args) if self.run is None else self.run(*args)
 
-    def _first(self, *args: Any) -> Any:
+    def _first_run(self, *args: Any) -> Any:
         compiled = self.compiler(self.body)
         try:
             with warnings.catch_warnings():
@@ -110,7 +110,7 @@ def _compile(
             _compile(body, constants, compiler, known)
             inner.body = fx.GraphModule(constants, body, node.target)
             inner.runs_modules = any(n.op == "call_module" for n in body.nodes)
-    for nodes in _layers(list(_pure(graph))):
+    for nodes in _layers(list(_pure_runs(graph))):
         part = Subgraph(nodes)
         if sum(map(_computes, nodes)) < _MIN_CALLS or not part.gives:
             continue
@@ -123,14 +123,14 @@ def _compile(
     graph.lint()
 
 
-def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
+def _pure_runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """Yield runs of consecutive nodes that are pure functions of tensors.
 
     A node may also write to memory that the same run has allocated."""
     run: dict[fx.Node, None] = {}
     made: set[int] = set()
 
-    def admitted(node: fx.Node) -> bool:
+    def is_pure(node: fx.Node) -> bool:
         if (
             node.op not in ("call_function", "call_method")
             or isinstance(node.target, ProgramCall)
@@ -149,7 +149,7 @@ def _pure(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     for node in list(graph.nodes):
         if node.op in ("placeholder", "get_attr"):
             continue
-        if admitted(node):
+        if is_pure(node):
             run[node] = None
             made |= storages(node) - {
                 key for n in node.all_input_nodes if n not in run for key in storages(n)
@@ -175,7 +175,7 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
             cut.get(i, [run]), lambda piece: _key(Subgraph(piece))
         ):
             pieces = list(streak)
-            size = _together(len(pieces), sum(map(_computes, pieces[0])))
+            size = _layers_per_function(len(pieces), sum(map(_computes, pieces[0])))
             if repeated[key] < 2 or repeated[key] == len(pieces) == size:
                 rest = rest + [node for piece in pieces for node in piece]
                 continue
@@ -188,14 +188,14 @@ def _layers(runs: Sequence[list[fx.Node]]) -> Iterator[list[fx.Node]]:
             yield rest
 
 
-def _together(layers: int, calls: int) -> int:
+def _layers_per_function(layers: int, calls: int) -> int:
     """Return the number of layers to compile as one function.
 
     There are ``layers`` layers that are alike, of ``calls`` calls each. A number that divides
     ``layers`` is preferred to a number less than twice as large that does not.
 
-    >>> _together(4, 20), _together(48, 20), _together(13, 20), _together(48, 500)
-    (4, 8, 7, 1)
+    >>> [_layers_per_function(layers, 20) for layers in (4, 48, 13)], _layers_per_function(48, 500)
+    ([4, 8, 7], 1)
     """
     most = max(1, min(layers, _MAX_FUSED_CALLS // max(1, calls)))
     even = max(n for n in range(1, most + 1) if layers % n == 0)
@@ -232,22 +232,22 @@ def _key(part: Subgraph) -> Any:
         (
             node.op,
             node.target,
-            repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _Name(number[n]))),
+            repr(fx.node.map_arg((node.args, node.kwargs), lambda n: _BareRepr(number[n]))),
         )
         for node in part.nodes
     )
     return (
         calls,
-        tuple(_lies(node) for node in part.needs),
+        tuple(_tensor_properties(node) for node in part.needs),
         tuple(number[node] for node in part.gives),
     )
 
 
-class _Name(str):
+class _BareRepr(str):
     __slots__ = ()
     __repr__ = str.__str__
 
 
-def _lies(node: fx.Node) -> Any:
+def _tensor_properties(node: fx.Node) -> Any:
     t = node.meta["val"]
     return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad

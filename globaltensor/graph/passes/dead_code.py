@@ -15,7 +15,7 @@ def remove_dead(graph: fx.Graph) -> None:
     """Remove nodes without an effect and without a user."""
     for node in reversed(list(graph.nodes)):
         box = node.meta.get("box")
-        if _idle(node) and (box is None or box[0].placement is box[1].placement):
+        if _is_dead(node) and (box is None or box[0].placement is box[1].placement):
             graph.erase_node(node)
 
 
@@ -25,11 +25,11 @@ def remove_idle(graph: fx.Graph) -> None:
     Where one rank has no use for a result (the row that it writes is not its own), another rank may
     have."""
     for node in reversed(list(graph.nodes)):
-        if _idle(node) and "box" not in node.meta:
+        if _is_dead(node) and "box" not in node.meta:
             graph.erase_node(node)
 
 
-def _idle(node: fx.Node) -> bool:
+def _is_dead(node: fx.Node) -> bool:
     return not (
         node.users
         or node.op in ("placeholder", "output")

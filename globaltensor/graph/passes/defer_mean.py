@@ -42,7 +42,7 @@ def defer_mean_count(graph: fx.Graph) -> None:
     if (
         len(passes) != 1
         or passes[0].meta.get("watched", True)
-        or any(_looks(n) for n in graph.nodes)
+        or any(_may_see_gradients(n) for n in graph.nodes)
     ):
         return
     back = passes[0]
@@ -127,7 +127,7 @@ def _counts(node: fx.Node) -> tuple[int, object]:
     return node.args[3], node.args[1]  # type: ignore[return-value]
 
 
-def _looks(node: fx.Node) -> bool:
+def _may_see_gradients(node: fx.Node) -> bool:
     """Return True if a node may see gradients: of a tensor, of a parameter, or not yet reduced."""
     if isinstance(node.target, ProgramCall):
         return not isinstance(node.target, (BoxingCall, RandomCall))

@@ -83,7 +83,7 @@ def _chain(node: fx.Node, memory: AliasSets) -> Chain | None:
                 and (whole or all(_pointwise(n) for n in path))
             )
             return (node, path[::-1]) if good and memory.fixed(node.args[0]) else None
-        if node.meta.get("effect") or not (_pointwise(node) or _moves(node)):
+        if node.meta.get("effect") or not (_pointwise(node) or _is_reshape_or_cast(node)):
             return None
         path.append(node)
         node = node.args[0]
@@ -114,7 +114,7 @@ def _pointwise(node: fx.Node) -> bool:
     return number and (node.target in _FACTORS or (node.target in _OFFSETS and node.args[1] == 0))
 
 
-def _moves(node: fx.Node) -> bool:
+def _is_reshape_or_cast(node: fx.Node) -> bool:
     """Return True for a change of shape, or a cast to a type that holds at least as much.
 
     Such a step is linear if every local tensor has the global shape."""
@@ -137,7 +137,7 @@ def _moves(node: fx.Node) -> bool:
     )
 
 
-def _after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
+def _spec_after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
     """Return the spec after the steps of ``path`` for a tensor with ``spec`` before them."""
     if not path:
         return spec
@@ -149,10 +149,10 @@ def _after(spec: Spec, box: fx.Node, path: list[fx.Node]) -> Spec:
 
 def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
     (a, path_a), (b, path_b) = first, second
-    src, dst = _after(a.target.src, a, path_a), _after(a.target.dst, a, path_a)
+    src, dst = _spec_after(a.target.src, a, path_a), _spec_after(a.target.dst, a, path_a)
     if (
-        src is not _after(b.target.src, b, path_b)
-        or dst is not _after(b.target.dst, b, path_b)
+        src is not _spec_after(b.target.src, b, path_b)
+        or dst is not _spec_after(b.target.dst, b, path_b)
         or node.meta["val"].dtype is not dst.dtype
     ):
         return
@@ -171,7 +171,7 @@ def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
     ):
         return
     with graph.inserting_before(node):
-        x, y = (_unboxed(graph, box, path) for box, path in (first, second))
+        x, y = (_apply_without_boxing(graph, box, path) for box, path in (first, second))
         whole = dst.local_numel() == src.local_numel()
         total = graph.create_node(node.op, node.target, (x, y), node.kwargs)
         total.meta.update(node.meta, val=node.meta["val"] if whole else x.meta["val"])
@@ -184,7 +184,7 @@ def _fold(graph: fx.Graph, node: fx.Node, first: Chain, second: Chain) -> None:
         graph.erase_node(gone)
 
 
-def _unboxed(graph: fx.Graph, box: fx.Node, path: list[fx.Node]) -> fx.Node:
+def _apply_without_boxing(graph: fx.Graph, box: fx.Node, path: list[fx.Node]) -> fx.Node:
     """Apply the steps of ``path`` to the operand of the boxing, and return the last node."""
     at: Any = box.args[0]
     same = box.args[0].meta["val"].shape == box.meta["val"].shape

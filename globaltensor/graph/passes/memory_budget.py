@@ -120,14 +120,14 @@ class SavedActivations:
                     if node.target is backward:
                         break
                     if node.op in ("call_function", "call_method"):
-                        self._look(node)
+                        self._inspect_node(node)
                         total = counter.get_total_flops()
                         self.seconds[node] = self._time(node, total - flops)
                         flops = total
         finally:
             autocast(*before)
 
-    def _look(self, node: fx.Node) -> None:
+    def _inspect_node(self, node: fx.Node) -> None:
         shared: set[int] = set()
         own: dict[int, int] = {}
         function: Any = node.target.function if isinstance(node.target, RandomCall) else node.target
@@ -255,7 +255,7 @@ def _chain(graph: fx.Graph, constants: Mapping[str, Any]) -> list[RecomputeUnit]
     ]  # fmt: skip
 
 
-def _agreed(own_chain: list[RecomputeUnit]) -> list[RecomputeUnit]:
+def _max_over_ranks(own_chain: list[RecomputeUnit]) -> list[RecomputeUnit]:
     """Return the same chain on every rank, with each call's maximum over the ranks. Collective."""
     this_world = world()
     if this_world.size == 1:
@@ -284,7 +284,7 @@ def choose_recompute(graph: fx.Graph, constants: Mapping[str, Any], limit: int) 
     limit that can."""
     if not any(node.target is backward for node in graph.nodes):
         return
-    chain = _agreed(_chain(graph, constants))
+    chain = _max_over_ranks(_chain(graph, constants))
     numbers = iter(range(1 << 20, 1 << 30))
     chosen: list[tuple[int, int, int, int]] = []
     for stage in sorted({c.stage for c in chain}):
@@ -313,7 +313,7 @@ def segments(calls: Sequence[RecomputeUnit], limit: int) -> list[tuple[int, int]
         return []
     chain = _Segments(calls)
     peaks = sorted({w for row in chain.work for w in row if 0 <= w < math.inf})
-    least = min((chain.least(w) + w, w) for w in peaks)
+    least = min((chain.min_saved_bytes(w) + w, w) for w in peaks)
     if least[0] > limit:
         raise GraphError(
             f"set_memory_limit: {show_bytes(limit)} ({limit} bytes) cannot be met: with "
@@ -321,7 +321,7 @@ def segments(calls: Sequence[RecomputeUnit], limit: int) -> list[tuple[int, int]
             f"({int(least[0])} bytes) at the peak; make the batch smaller "
             "(set_gradient_accumulation_steps), or raise the limit to that"
         )
-    fitting = [w for w in peaks if w <= limit and chain.least(w) + w <= limit]
+    fitting = [w for w in peaks if w <= limit and chain.min_saved_bytes(w) + w <= limit]
     tried = {
         fitting[round(i * (len(fitting) - 1) / max(1, _MAX_PEAKS - 1))] for i in range(_MAX_PEAKS)
     } | {least[1]}
@@ -377,7 +377,7 @@ class _Segments:
                     0.0 if self.fixed[i] else float(spent[self.cuts[j]] - spent[self.cuts[i]])
                 )
 
-    def _enter(self, i: int, before: int, recomputed: int) -> int:
+    def _boundary_bytes(self, i: int, before: int, recomputed: int) -> int:
         """Return the bytes saved at cut i, between the segment before it and the next one.
 
         ``before`` and ``recomputed`` are 1 if the respective segment is recomputed, else 0."""
@@ -385,22 +385,30 @@ class _Segments:
             return self.crossing[i] if recomputed else self.later[i]
         return self.unsaved[i] if recomputed else 0
 
-    def _ways(self, j: int, peak: float) -> list[tuple[int, int, int, int, float]]:
+    def _segment_options(self, j: int, peak: float) -> list[tuple[int, int, int, int, float]]:
         """Return (i, recomputed, before, bytes, seconds) of the segments that end at cut j.
 
         ``before`` is 1 if the segment before it is recomputed, else 0."""
         out = []
         if not self.fixed[j - 1]:
             out = [
-                (j - 1, 0, t, self.saved[j] - self.saved[j - 1] + self._enter(j - 1, t, 0), 0.0)
+                (
+                    j - 1,
+                    0,
+                    t,
+                    self.saved[j] - self.saved[j - 1] + self._boundary_bytes(j - 1, t, 0),
+                    0.0,
+                )
                 for t in (0, 1)
             ]
         for i in range(j - 1, -1, -1):
             if self.work[i][j] <= peak or (self.fixed[i] and self.work[i][j] < math.inf):
-                out += [(i, 1, t, self._enter(i, t, 1), self.seconds[i][j]) for t in (0, 1)]
+                out += [
+                    (i, 1, t, self._boundary_bytes(i, t, 1), self.seconds[i][j]) for t in (0, 1)
+                ]
         return out
 
-    def _scalar(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
+    def _min_memory_choice(self, peak: float) -> tuple[float, list[tuple[int, int]]]:
         """Return the minimum of saved bytes and the recomputed segments that reach it.
 
         No recomputed segment needs more than ``peak`` bytes."""
@@ -411,15 +419,15 @@ class _Segments:
         came: dict[tuple[int, int], tuple[int, int]] = {}
         best[0][0] = 0
         for j in range(1, m):
-            for i, t, before, nbytes, _ in self._ways(j, peak):
+            for i, t, before, nbytes, _ in self._segment_options(j, peak):
                 if best[i][before] + nbytes < best[j][t]:
                     best[j][t] = best[i][before] + nbytes
                     came[j, t] = (i, before)
         at = (m - 1, 0 if best[-1][0] <= best[-1][1] else 1)
-        self.known[peak] = best[at[0]][at[1]], self._back(at, lambda at: came[at])
+        self.known[peak] = best[at[0]][at[1]], self._trace_back(at, lambda at: came[at])
         return self.known[peak]
 
-    def _back(self, at: tuple[int, int], came: Any) -> list[tuple[int, int]]:
+    def _trace_back(self, at: tuple[int, int], came: Any) -> list[tuple[int, int]]:
         out = []
         while at[0]:
             before = came(at)
@@ -428,11 +436,11 @@ class _Segments:
             at = before
         return out[::-1]
 
-    def least(self, peak: float) -> float:
-        return self._scalar(peak)[0]
+    def min_saved_bytes(self, peak: float) -> float:
+        return self._min_memory_choice(peak)[0]
 
     def tightest(self, peak: float) -> list[tuple[int, int]]:
-        return self._scalar(peak)[1]
+        return self._min_memory_choice(peak)[1]
 
     def cheapest(self, peak: float, limit: int) -> tuple[float, list[tuple[int, int]]] | None:
         """Return (seconds, recomputed segments) of the cheapest choice within the limit.
@@ -444,9 +452,9 @@ class _Segments:
         came = np.zeros((m, 2, bins + 1, 2), np.int32)
         best[0, 0, 0] = 0.0
         for j in range(1, m):
-            for i, t, before, _, seconds in self._ways(j, peak):
+            for i, t, before, _, seconds in self._segment_options(j, peak):
                 # Saved segments follow one another, so their sum is rounded, not each of them.
-                entered = self._enter(i, before, t)
+                entered = self._boundary_bytes(i, before, t)
                 shift = math.ceil(entered / size) + (
                     0 if t else math.ceil(self.saved[j] / size) - math.ceil(self.saved[i] / size)
                 )
@@ -466,4 +474,4 @@ class _Segments:
             where[0] -= int(shift)
             return int(i) // 2, int(i) % 2
 
-        return float(best[-1, t, b]), self._back((m - 1, int(t)), back)
+        return float(best[-1, t, b]), self._trace_back((m - 1, int(t)), back)

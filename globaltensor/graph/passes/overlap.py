@@ -56,7 +56,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
     )
 
 
-def _issues(node: fx.Node) -> bool:
+def _communicates(node: fx.Node) -> bool:
     """Return True if ranks communicate in a node, so that its order must stay."""
     return isinstance(
         node.target, (BoxingCall, GatherCall, CoalescedCollective, StartCollective)
@@ -66,7 +66,7 @@ def _issues(node: fx.Node) -> bool:
     )
 
 
-def _works(node: fx.Node) -> bool:
+def _computes(node: fx.Node) -> bool:
     """Return True if a node computes something and is not a mere view."""
     if (
         node.op not in ("call_function", "call_method")
@@ -80,7 +80,9 @@ def _works(node: fx.Node) -> bool:
     return bool(node.meta.get("calls")) and name not in _VIEWS
 
 
-def _cut(graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node) -> tuple[fx.Node, fx.Node]:
+def _place_start_and_wait(
+    graph: fx.Graph, node: fx.Node, start: fx.Node, wait: fx.Node
+) -> tuple[fx.Node, fx.Node]:
     """Put the start of a boxing after the node ``start``, and its wait before the node ``wait``."""
     joint = (
         node.target
@@ -112,7 +114,7 @@ def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node
     changed = {memory.of(n) for n in node.all_input_nodes}
     start = node.prev
     while mode.get(start) == node_mode and not is_border(start):
-        if start in node.all_input_nodes or _issues(start) or memory.writes(start) & changed:
+        if start in node.all_input_nodes or _communicates(start) or memory.writes(start) & changed:
             break
         start = start.prev
     wanted = {user for part in parts for user in part.users} - own
@@ -121,10 +123,10 @@ def _split(graph: fx.Graph, node: fx.Node, memory: AliasSets, mode: dict[fx.Node
         wait = wait.next
     at, useful = start.next, False
     while at is not wait:
-        useful = useful or (at not in own and _works(at))
+        useful = useful or (at not in own and _computes(at))
         at = at.next
     if useful:
-        mode.update(dict.fromkeys(_cut(graph, node, start, wait), node_mode))
+        mode.update(dict.fromkeys(_place_start_and_wait(graph, node, start, wait), node_mode))
 
 
 def _hoist(graph: fx.Graph) -> None:
@@ -173,7 +175,7 @@ def _hoist(graph: fx.Graph) -> None:
             and wait.prev.meta.get("region") == wait.meta["region"]
         ):
             wait = wait.prev
-        last, _ = _cut(graph, node, last, wait)
+        last, _ = _place_start_and_wait(graph, node, last, wait)
         placed.add(last)
 
 

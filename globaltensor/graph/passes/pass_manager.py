@@ -94,14 +94,14 @@ def verify(graph: fx.Graph, after: str) -> None:
     except RuntimeError as error:
         raise GraphError(f"the pass {after} has produced an invalid graph: {error}") from error
     for node in graph.nodes:
-        for given, src in _takes(node):
+        for given, src in _boxed_operands(node):
             lies = given.meta.get("box")
-            if lies is not None and lies[1] is not src and not _alike(lies[1], src):
+            if lies is not None and lies[1] is not src and not _same_local_tensors(lies[1], src):
                 raise GraphError(
                     f"after the pass {after}, {node.name} expects {src!r}, but its operand is "
                     f"{lies[1]!r}"
                 )
-        if isinstance(node.target, StartCollective) and not _awaited(node):
+        if isinstance(node.target, StartCollective) and not _is_awaited_once(node):
             raise GraphError(
                 f"after the pass {after}, {node.name} is not awaited once, but by "
                 f"{[u.name for u in node.users]}"
@@ -115,14 +115,14 @@ def verify(graph: fx.Graph, after: str) -> None:
             )
 
 
-def _awaited(begun: fx.Node) -> bool:
+def _is_awaited_once(begun: fx.Node) -> bool:
     users = list(begun.users)
     return len(users) <= 1 and all(
         isinstance(u.target, WaitCollective) and u.target.joint is begun.target.joint for u in users
     )  # type: ignore[union-attr]
 
 
-def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
+def _boxed_operands(node: fx.Node) -> list[tuple[fx.Node, object]]:
     """Return (operand, required spec) of the operands that a node boxes."""
     if node.op != "call_function":
         return []
@@ -136,7 +136,7 @@ def _takes(node: fx.Node) -> list[tuple[fx.Node, object]]:
     )  # type: ignore[misc]
 
 
-def _alike(a: object, b: object) -> bool:
+def _same_local_tensors(a: object, b: object) -> bool:
     """Return True if both specs have the same local tensors.
 
     A pass may then have removed a boxing between them."""

@@ -42,16 +42,16 @@ class Recomputed(torch.nn.Module):
 
     def forward(self, *args: Any) -> Any:
         if not self.copied or not torch.is_grad_enabled():
-            return self._kept_as_inputs(self.body.forward, args)
+            return self._checkpoint(self.body.forward, args)
         # Autograd would notice that the copied inputs have changed, so they bypass autograd.
         rest = [a for i, a in enumerate(args) if i not in self.copied]
-        return self._kept_as_inputs(self._twice(args), rest)
+        return self._checkpoint(self._replayable_body(args), rest)
 
-    def _kept_as_inputs(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
+    def _checkpoint(self, run: Callable[..., Any], args: Sequence[Any]) -> Any:
         with set_checkpoint_early_stop(False) if self.runs_modules else contextlib.nullcontext():
             return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=self.random)
 
-    def _twice(self, args: Sequence[Any]) -> Callable[..., Any]:
+    def _replayable_body(self, args: Sequence[Any]) -> Callable[..., Any]:
         """Return the function that runs the body for one call.
 
         Its first run uses the inputs themselves. Each later run uses copies of the former values of
@@ -100,7 +100,7 @@ def fold(graph: fx.Graph, constants: dict[str, Any]) -> None:
         if not part.gives and not any(n.meta.get("effect") for n in nodes):
             continue
         _check(part)
-        copied = _copied(
+        copied = _inputs_to_copy(
             part,
             [w for node, w in writes if order[node] >= order[nodes[0]]],
             [w for node, w in writes if node in set(nodes)],
@@ -123,7 +123,9 @@ def _check(part: Subgraph) -> None:
             )
 
 
-def _copied(part: Subgraph, later: Sequence[set[int]], own_writes: Sequence[set[int]]) -> list[int]:
+def _inputs_to_copy(
+    part: Subgraph, later: Sequence[set[int]], own_writes: Sequence[set[int]]
+) -> list[int]:
     """Return the positions of the inputs that this part or a later node writes to.
 
     ``later``: the memory that each of these nodes writes to. ``own_writes``: the same for the

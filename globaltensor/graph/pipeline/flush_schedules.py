@@ -94,13 +94,13 @@ def gpipe(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     return rows
 
 
-def _warm(runs_after: int, micros: int, eager: bool) -> int:
+def _warmup_forwards(runs_after: int, micros: int, eager: bool) -> int:
     return min(micros, 1 + runs_after * (2 if eager else 1))
 
 
 def _promise_1f1b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> tuple[int, ...]:
     many = len(runs(lanes))
-    return per_lane(lanes, (_warm(many - 1 - k, micros, eager) for k in range(many)))
+    return per_lane(lanes, (_warmup_forwards(many - 1 - k, micros, eager) for k in range(many)))
 
 
 @family(
@@ -118,7 +118,7 @@ def one_f_one_b(lanes: tuple[int, ...], micros: int, eager: bool = False) -> lis
     lane_runs = runs(lanes)
     orders: list[list[tuple[str, int]]] = []
     for k in range(len(lane_runs)):
-        warm = _warm(len(lane_runs) - 1 - k, micros, eager)
+        warm = _warmup_forwards(len(lane_runs) - 1 - k, micros, eager)
         order = [("F", micro) for micro in range(warm)]
         for micro in range(micros):
             order.append(("B", micro))

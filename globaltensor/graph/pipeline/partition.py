@@ -151,10 +151,10 @@ class StagePartitioner:
             k, key = self.source(node, spec), ("result", *self._name(node))
             values[key] = node
             where.append((k, key))
-            _place(always[k], key)
+            _output_index(always[k], key)
         if loss is not None:
             values["loss",] = loss[1]
-            _place(always[loss[0]], ("loss",))
+            _output_index(always[loss[0]], ("loss",))
         # A value that a stage must provide may come from another stage in turn. Repeat until no
         # stage needs more.
         stage_needs: dict[int, list[Need]] = {k: [] for k in always}
@@ -163,7 +163,7 @@ class StagePartitioner:
             for k in always:
                 for need in stage_needs[k]:
                     if need.source >= 0:
-                        _place(outputs[need.source], need.key)
+                        _output_index(outputs[need.source], need.key)
             before, stage_needs = stage_needs, self._gather_needs(outputs, values)
             if stage_needs == before:
                 break
@@ -176,7 +176,7 @@ class StagePartitioner:
             self.parts, edges, fed, [(k, outputs[k].index(key)) for k, key in where]
         )
 
-    def _emitted(self, part: StagePart, values: Mapping[Key, fx.Node]) -> None:
+    def _emit_stage(self, part: StagePart, values: Mapping[Key, fx.Node]) -> None:
         """Write the stage's program, in the order of the user's code.
 
         The program has the stage's own nodes, and the nodes without a stage that those or the
@@ -185,26 +185,26 @@ class StagePartitioner:
         own_nodes = [
             n
             for n in self.nodes
-            if self.stages[n] == part.number and n.op != "output" and not self._special(n)
+            if self.stages[n] == part.number and n.op != "output" and not self._is_control_node(n)
         ]
-        floating = self._floating(part, [*own_nodes, *roots])
+        floating = self._stageless_calls(part, [*own_nodes, *roots])
         leaving: dict[fx.Node, list[Key]] = {}
         for key in part.wanted:
-            leaving.setdefault(self._leaves_at(key, part), []).append(key)
+            leaving.setdefault(self._exit_point(key, part), []).append(key)
         own_node_set = set(own_nodes)
         for node in self.nodes:
             for key in leaving.get(node, ()):
-                part.leaving[key] = self._leaving(part, key, values)
+                part.leaving[key] = self._sendable_value(part, key, values)
             if node in own_node_set or node in floating:
                 self._emit(node, part)
         outs = [part.leaving[key] for key in part.wanted]
         self._switch(part, (True, part.now[1]) if part.now[0] is False else part.now)
         part.graph.output(tuple(outs))
 
-    def _special(self, node: fx.Node) -> bool:
+    def _is_control_node(self, node: fx.Node) -> bool:
         return node.target in (set_grad_enabled, autocast, backward) or node in self.boxes
 
-    def _floating(self, part: StagePart, roots: Sequence[fx.Node]) -> set[fx.Node]:
+    def _stageless_calls(self, part: StagePart, roots: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the calls without a stage that ``roots`` need.
 
         Calls that write into the memory of these are included."""
@@ -223,7 +223,7 @@ class StagePartitioner:
                 ]
         return floating
 
-    def _leaves_at(self, key: Key, part: StagePart) -> fx.Node:
+    def _exit_point(self, key: Key, part: StagePart) -> fx.Node:
         """Return the node before which a value leaves the stage.
 
         Later writes into the value do not count."""
@@ -314,13 +314,13 @@ class StagePartitioner:
             made = part.graph.node_copy(node)
             made.meta = dict(node.meta)
         elif node in self.boxes:
-            return self._crossing(node, part)
+            return self._received_boxing(node, part)
         elif self.stages[node] in (None, part.number):
             raise GraphError(
                 f"stage {part.number} of the pipeline uses {node.name} before it is computed"
             )
         else:
-            return self._from_other(node, part)
+            return self._received_value(node, part)
         part.known[node] = made
         return made
 
@@ -379,12 +379,12 @@ class StagePartitioner:
             )
         return input_node
 
-    def _crossing(self, node: fx.Node, part: StagePart) -> fx.Node:
+    def _received_boxing(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return the result of a boxing between placements: it is an input of this stage."""
         src, dst = node.meta["box"]
         if dst.placement is not self.placements[part.number]:
-            return self._from_other(node, part)
-        a, b = _whole(src), _whole(dst)
+            return self._received_value(node, part)
+        a, b = _without_partials(src), _without_partials(dst)
         key = ("box", self.boxes[node])
         came = self.need(
             node,
@@ -400,17 +400,17 @@ class StagePartitioner:
             return made
         return came
 
-    def _from_other(self, node: fx.Node, part: StagePart) -> fx.Node:
+    def _received_value(self, node: fx.Node, part: StagePart) -> fx.Node:
         """Return a value of another stage on the same placement."""
         spec = node.meta.get("spec")
         if spec is None or "value" not in node.meta:
             raise GraphError(
-                f"stage {part.number} of the pipeline uses {self._said(node)}, a plain tensor of "
-                f"stage {self.stages[node]}: only global tensors cross stages; make the tensor "
-                "global (to_global) where it is computed, or compute it again in the stage that "
-                "uses it"
+                f"stage {part.number} of the pipeline uses {self._describe_node(node)}, a plain "
+                f"tensor of stage {self.stages[node]}: only global tensors cross stages; make the "
+                "tensor global (to_global) where it is computed, or compute it again in the stage "
+                "that uses it"
             )
-        whole = _whole(spec)
+        whole = _without_partials(spec)
         came = self.need(
             node,
             part,
@@ -447,9 +447,9 @@ class StagePartitioner:
                 if need.source >= k:
                     raise GraphError(
                         f"stage {k} of the pipeline needs "
-                        f"{self._said(self._output(need.key, {}))} of stage {need.source}, which "
-                        "does not come before it: compute the value in an earlier stage; a weight "
-                        "that both stages use must be in the earlier one"
+                        f"{self._describe_node(self._output(need.key, {}))} of stage "
+                        f"{need.source}, which does not come before it: compute the value in an "
+                        "earlier stage; a weight that both stages use must be in the earlier one"
                     )
                 edges.append(
                     Edge(
@@ -464,7 +464,7 @@ class StagePartitioner:
                 )
         return edges, fed
 
-    def _said(self, node: fx.Node) -> str:
+    def _describe_node(self, node: fx.Node) -> str:
         """Return a description of a node in the user's terms."""
         if "state" in node.meta:
             return f"the weight {node.name}"
@@ -501,7 +501,7 @@ class StagePartitioner:
         try:
             self.parts = {k: StagePart(k, wanted=outputs[k]) for k in self.held}
             for part in self.parts.values():
-                self._emitted(part, values)
+                self._emit_stage(part, values)
             own_needs = {k: part.needs for k, part in self.parts.items()}
         except GraphError as error:
             own_needs = str(error)
@@ -519,7 +519,7 @@ class StagePartitioner:
             for k, p in enumerate(self.placements)
         }
 
-    def _leaving(self, part: StagePart, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
+    def _sendable_value(self, part: StagePart, key: Key, values: Mapping[Key, fx.Node]) -> fx.Node:
         """Return a value in the form in which it leaves a stage.
 
         The value is not partial, and later writes do not change it."""
@@ -529,14 +529,14 @@ class StagePartitioner:
             return made
         spec = self.by_box[key[1]].meta["box"][0] if key[0] == "box" else node.meta["spec"]
         grad = self.by_box[key[1]].target.grad if key[0] == "box" else None  # type: ignore[union-attr]
-        whole = _whole(spec)
+        whole = _without_partials(spec)
         if whole is not spec or grad is not None:
             made = part.graph.call_function(
                 BoxingCall(spec, whole, grad, "pipeline", True), (made,)
             )
             made.meta.update(val=node.meta["val"], effect=False, calls=1, box=(spec, whole))
         elif any(
-            self.order[w] > self.order[self._leaves_at(key, part)]
+            self.order[w] > self.order[self._exit_point(key, part)]
             for w in self.writers.get(self.memory.of(node), ())
         ):
             made = part.graph.call_method("clone", (made,))
@@ -554,7 +554,7 @@ class StagePartitioner:
         return ("input", self.inputs[node]) if node in self.inputs else ("node", self.order[node])
 
 
-def _place(outputs: list[Key], key: Key) -> int:
+def _output_index(outputs: list[Key], key: Key) -> int:
     if key not in outputs:
         outputs.append(key)
     return outputs.index(key)
@@ -565,7 +565,7 @@ def _crosses(node: fx.Node) -> bool:
     return box is not None and box[0].placement is not box[1].placement
 
 
-def _whole(spec: Spec) -> Spec:
+def _without_partials(spec: Spec) -> Spec:
     return (
         spec.replace(layout=[broadcast if e.is_partial else e for e in spec.layout])
         if any(e.is_partial for e in spec.layout)

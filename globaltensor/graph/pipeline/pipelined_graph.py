@@ -44,7 +44,7 @@ def lanes(placements: Sequence[Placement]) -> tuple[int, ...]:
     return tuple(lane_groups.index(next(g for g in groups if p.flat[0] in g)) for p in placements)
 
 
-class _Turn:
+class _MicrobatchState:
     """The current micro-batch of a rank, and the keys of the step's random numbers.
 
     The keys are those that the micro-batches would draw one after another."""
@@ -53,7 +53,7 @@ class _Turn:
         self.draws, self.first, self.micro = 0, 0, 0
 
 
-class _Drawn(RandomCall):
+class _MicrobatchRandomCall(RandomCall):
     """A random op of a stage, whose numbers depend on the micro-batch, not on the schedule.
 
     When it is recomputed, it draws the same numbers again."""
@@ -61,7 +61,7 @@ class _Drawn(RandomCall):
     __module__ = "steps"
     repeats = True
 
-    def __init__(self, draw: RandomCall, number: int, turn: _Turn) -> None:
+    def __init__(self, draw: RandomCall, number: int, turn: _MicrobatchState) -> None:
         super().__init__(draw.function, draw.coordinate)
         self.__name__, self.number, self.turn = draw.__name__, number, turn
 
@@ -85,7 +85,7 @@ class _Stage(Stage):
         function: Callable[..., Sequence[torch.Tensor]],
         differentiable: Any,
         loss: Any,
-        turn: _Turn,
+        turn: _MicrobatchState,
     ) -> None:
         super().__init__(function, differentiable, loss)
         self.turn = turn
@@ -119,14 +119,14 @@ class PipelinedGraph:
         backend: str | None = None,
     ) -> None:
         self.captured, self.micros = captured, micros
-        self.turn = _Turn()
+        self.turn = _MicrobatchState()
         drawn = [
             n
             for n in captured.program.nodes
             if isinstance(n.target, RandomCall) and n.kwargs.get("generator") is None
         ]
         for i, node in enumerate(drawn):  # numbers agree on every rank; outside ranks skip draws
-            node.target = _Drawn(node.target, i, self.turn)  # type: ignore[arg-type]
+            node.target = _MicrobatchRandomCall(node.target, i, self.turn)  # type: ignore[arg-type]
         self.turn.draws = len(drawn)
         made = cut(captured, placements, inputs)
         crossing = {(e.source, e.target) for e in made.edges if e.source >= 0}

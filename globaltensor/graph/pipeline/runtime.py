@@ -168,7 +168,7 @@ class Pipeline:
             start = self._start()
             stage.backward_weight(micro)
             self._transfer.collect()
-            self._done(action, start)
+            self._record_span(action, start)
             return
         grads: dict[int, Tensor] = {}
         for route in self._back[number]:
@@ -187,7 +187,10 @@ class Pipeline:
         self._hand_over(
             action,
             start,
-            [(route, self._settled(route, input_grads.pop(route.edge.input))) for route in leaving],
+            [
+                (route, self._box_gradient(route, input_grads.pop(route.edge.input)))
+                for route in leaving
+            ],
         )
 
     def _hand_over(self, action: Action, start: float, values: list[tuple[Route, Tensor]]) -> None:
@@ -196,13 +199,13 @@ class Pipeline:
         On the host, sending is part of the action's time. On a device it is queued, and a trace
         that waited for it would wait for other ranks."""
         if self._devices:
-            self._done(action, start)
+            self._record_span(action, start)
         while values:
             self._transfer.send(values[0][0], action.micro, values.pop(0)[1])
         if not self._devices:
-            self._done(action, start)
+            self._record_span(action, start)
 
-    def _settled(self, route: Route, grad: Tensor) -> Tensor:
+    def _box_gradient(self, route: Route, grad: Tensor) -> Tensor:
         spec = route.edge.dst
         return box(
             grad,
@@ -227,7 +230,7 @@ class Pipeline:
             torch.accelerator.synchronize(self._world.device(kind))
         return time.time()
 
-    def _done(self, action: Action, start: float) -> None:
+    def _record_span(self, action: Action, start: float) -> None:
         if self.trace:
             self._mark = self._clock()
             self.spans.append(Span(self._lane, action, start, self._mark))

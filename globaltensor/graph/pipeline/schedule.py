@@ -157,7 +157,7 @@ def _read(data: Any, path: str) -> Schedule:
             f"{path}: lanes must be a list, the lane of each stage, such as [0, 1], not {lanes!r}"
         )
     try:
-        lanes, micros = _lanes(lanes), _micros(micros)
+        lanes, micros = _check_lanes(lanes), _check_micros(micros)
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     if not isinstance(rows, list) or not all(isinstance(row, str) for row in rows):
@@ -219,7 +219,7 @@ def family(
 
     def register(rows: _Rows) -> _Rows:
         FAMILIES[name] = Family(name, rows, layout, fits, promise, frozenset(options))
-        _SPELLINGS.update({_plain(spelling): name for spelling in (name, *others)})
+        _SPELLINGS.update({_normalized_name(spelling): name for spelling in (name, *others)})
         return rows
 
     return register
@@ -262,7 +262,7 @@ def parse_schedule(wanted: str | os.PathLike[str] | Schedule | None) -> str | Sc
             f"a schedule is a name, a Schedule or the path of a file with one, not {wanted!r}"
         )
     if isinstance(wanted, str) and not wanted.endswith(".json"):
-        return _named(wanted).name
+        return _family_named(wanted).name
     try:
         return Schedule.load(wanted)
     except OSError as error:
@@ -277,7 +277,7 @@ def default_schedule(lanes: Sequence[int]) -> str:
     >>> default_schedule((0, 1, 2)), default_schedule((0, 1, 0, 1))
     ('1f1b', 'interleaved')
     """
-    where = _lanes(lanes)
+    where = _check_lanes(lanes)
     return "interleaved" if in_turn(where) and len(where) > max(where) + 1 > 1 else "1f1b"
 
 
@@ -297,7 +297,7 @@ def find(
     """Return the family of this name, with the checked lanes and micros.
 
     Raises ScheduleError where `schedule` does."""
-    schedule_family, where, count = _named(name), _lanes(lanes), _micros(micros)
+    schedule_family, where, count = _family_named(name), _check_lanes(lanes), _check_micros(micros)
     if not schedule_family.fits(where):
         able = ", ".join(f.name for f in FAMILIES.values() if f.fits(where))
         raise ScheduleError(
@@ -313,8 +313,8 @@ def find(
     return schedule_family, where, count
 
 
-def _named(name: str) -> Family:
-    plain = _plain(name)
+def _family_named(name: str) -> Family:
+    plain = _normalized_name(name)
     if plain not in _SPELLINGS:
         near = difflib.get_close_matches(plain, _SPELLINGS, 1)
         hint = f" (did you mean {_SPELLINGS[near[0]]}?)" if near else ""
@@ -325,12 +325,12 @@ def _named(name: str) -> Family:
     return FAMILIES[_SPELLINGS[plain]]
 
 
-def _plain(name: str) -> str:
+def _normalized_name(name: str) -> str:
     return re.sub(r"[-_ ]", "", str(name)).lower()
 
 
-def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
-    where = tuple(map(_whole, lanes))
+def _check_lanes(lanes: Sequence[int]) -> tuple[int, ...]:
+    where = tuple(map(_as_integer, lanes))
     if not where or min(where) < 0:
         raise ScheduleError(
             f"lanes must say on which lane each stage is, in numbers from 0, not {list(lanes)!r}"
@@ -344,13 +344,13 @@ def _lanes(lanes: Sequence[int]) -> tuple[int, ...]:
     return where
 
 
-def _micros(micros: int) -> int:
-    if _whole(micros) < 1:
+def _check_micros(micros: int) -> int:
+    if _as_integer(micros) < 1:
         raise ScheduleError(f"micros must be a number of micro-batches, at least 1, not {micros!r}")
-    return _whole(micros)
+    return _as_integer(micros)
 
 
-def _whole(number: Any) -> int:
+def _as_integer(number: Any) -> int:
     """Return the number as an int, or -1 if it is not an integer."""
     try:
         return -1 if isinstance(number, bool) else operator.index(number)

@@ -129,20 +129,24 @@ def checkpointing() -> tuple[AbstractContextManager[None], AbstractContextManage
     )
 
 
-def _deferring(*leaves: Tensor | None) -> DeferredWeightGrads | None:
+def _deferral_for(*leaves: Tensor | None) -> DeferredWeightGrads | None:
     """Return the receiver of the gradients of the given weights, or None if none is deferred."""
     later = _current.get()
-    if later is None or not torch.is_grad_enabled() or not any(_waits(leaf) for leaf in leaves):
+    if (
+        later is None
+        or not torch.is_grad_enabled()
+        or not any(_is_deferrable(leaf) for leaf in leaves)
+    ):
         return None
     return later
 
 
-def _waits(leaf: Tensor | None) -> bool:
+def _is_deferrable(leaf: Tensor | None) -> bool:
     # Autograd would call a hook on the gradient of a weight that waits, and with None.
     return leaf is not None and leaf.is_leaf and leaf.requires_grad and not leaf._backward_hooks
 
 
-def _held(ctx: Any) -> bool:
+def _defers_weight_grads(ctx: Any) -> bool:
     """Return True if weight gradients are to be deferred.
 
     A forward pass inside a backward pass defers none: that backward pass determines which gradients
@@ -150,7 +154,7 @@ def _held(ctx: Any) -> bool:
     return ctx.first and ctx.later.held and not torch.is_grad_enabled()
 
 
-def _arrive(leaf: Tensor, grad: Tensor) -> None:
+def _accumulate_grad(leaf: Tensor, grad: Tensor) -> None:
     """Add a gradient to a leaf as a backward pass does, hooks included.
 
     A separate run of the autograd engine takes ten times as long."""
@@ -179,7 +183,7 @@ def _without_autocast(kind: str) -> AbstractContextManager[Any]:
     return torch.autocast(kind, enabled=False) if any_autocast() else contextlib.nullcontext()
 
 
-def _same(t: Tensor | None, like: Tensor) -> Tensor | None:
+def _cast_like(t: Tensor | None, like: Tensor) -> Tensor | None:
     return None if t is None else t.to(like.dtype)
 
 
@@ -195,7 +199,7 @@ def _is_real_matrix_product(input: Tensor, weight: Tensor) -> bool:
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute torch.nn.functional.linear: ``[..., k], [n, k], [n] -> [..., n]``."""
-    later = _deferring(weight)
+    later = _deferral_for(weight)
     if later is None or not _is_real_matrix_product(input, weight):
         return F.linear(input, weight, bias)
     return _product(_cast(input), weight, bias, False, later)
@@ -203,7 +207,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
     """Compute torch.matmul. A second factor ``[k, n]`` that is a leaf counts as the weight."""
-    later = _deferring(other)
+    later = _deferral_for(other)
     if later is None or not _is_real_matrix_product(input, other):
         return torch.matmul(input, other)
     return _product(_cast(input), other, None, True, later)
@@ -224,12 +228,12 @@ def lighter_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) ->
         or not (
             input.requires_grad
             and _real_matrix(weight)
-            and _waits(weight)
-            and (bias is None or _waits(bias))
+            and _is_deferrable(weight)
+            and (bias is None or _is_deferrable(bias))
         )
     ):
         return linear(input, weight, bias)
-    return _told(
+    return _record_output_grad(
         F.linear(input, weight.detach(), None if bias is None else bias.detach()),
         input,
         weight,
@@ -245,17 +249,17 @@ def lighter_matmul(input: Tensor, other: Tensor) -> Tensor:
     if (
         later is None
         or any_autocast()
-        or not (input.requires_grad and _real_matrix(other) and _waits(other))
+        or not (input.requires_grad and _real_matrix(other) and _is_deferrable(other))
     ):
         return matmul(input, other)
-    return _told(torch.matmul(input, other.detach()), input, other, None, True, later)
+    return _record_output_grad(torch.matmul(input, other.detach()), input, other, None, True, later)
 
 
 def _real_matrix(t: Tensor) -> bool:
     return t.ndim == 2 and not t.is_complex()
 
 
-def _told(
+def _record_output_grad(
     out: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -268,11 +272,15 @@ def _told(
     if product is not None:
         grads: list[Sequence[Tensor]] = []
         product.register_prehook(grads.append)  # list.append runs no Python code
-        later.put(partial(_arrive_told, grads, x.detach(), x._version, across, weight, bias))
+        later.put(
+            partial(_accumulate_recorded, grads, x.detach(), x._version, across, weight, bias)
+        )
     return out
 
 
-def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: Any) -> None:
+def _accumulate_recorded(
+    grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: Any
+) -> None:
     for (grad,) in grads:
         if x._version != version:
             raise RuntimeError(
@@ -282,7 +290,7 @@ def _arrive_told(grads: list[Sequence[Tensor]], x: Tensor, version: int, *more: 
                 f"place (x + y instead of x += y), or clone it before"
             )
         if grad is not None:
-            _arrive_products(x, grad.detach(), *more)
+            _accumulate_products(x, grad.detach(), *more)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -323,7 +331,7 @@ class _Product(torch.autograd.Function):
         ctx.first = not later.held
         with _without_autocast(x.device.type):
             there = weight.to(x.dtype)
-            return F.linear(x, there.t() if across else there, _same(bias, x))
+            return F.linear(x, there.t() if across else there, _cast_like(bias, x))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -340,13 +348,15 @@ class _Product(torch.autograd.Function):
             there = weight.to(grad.dtype)
             of_x = grad @ (there.t() if across else there)
         if wants_weight or wants_bias:
-            held = _held(ctx)
+            held = _defers_weight_grads(ctx)
             put_off = [
-                leaf if held and wanted and _waits(leaf) else None
+                leaf if held and wanted and _is_deferrable(leaf) else None
                 for leaf, wanted in ((ctx.weight, wants_weight), (bias, wants_bias))
             ]
             if any(leaf is not None for leaf in put_off):
-                later.put(partial(_arrive_products, x.detach(), grad.detach(), across, *put_off))
+                later.put(
+                    partial(_accumulate_products, x.detach(), grad.detach(), across, *put_off)
+                )
             if wants_weight and put_off[0] is None:
                 of_weight = torch.mm(*_factors(x, grad, across)).to(weight.dtype)
             if wants_bias and put_off[1] is None:
@@ -354,22 +364,22 @@ class _Product(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, None
 
 
-def _arrive_products(
+def _accumulate_products(
     x: Tensor, grad: Tensor, across: bool, weight: Tensor | None, bias: Tensor | None
 ) -> None:
-    """Add the gradients of weight and bias to the leaves, as `_arrive` does.
+    """Add the gradients of weight and bias to the leaves, as `_accumulate_grad` does.
 
     The product accumulates directly into the weight's gradient."""
     if weight is not None:
         a, b = _factors(x, grad, across)
         into = weight.grad
         if into is None or into.dtype is not a.dtype:
-            _arrive(weight, a @ b)
+            _accumulate_grad(weight, a @ b)
         else:
             into.addmm_(a, b)
             call_after_accumulation(weight)
     if bias is not None:
-        _arrive(bias, _rows(grad).sum(0))
+        _accumulate_grad(bias, _rows(grad).sum(0))
 
 
 # ------------------------------------------------------------------------------------- convolutions
@@ -385,10 +395,10 @@ def _convolution(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tenso
         dilation: Any = 1,
         groups: int = 1,
     ) -> Tensor:
-        later = _deferring(weight)
+        later = _deferral_for(weight)
         if later is None or isinstance(padding, str) or input.ndim != dims + 2:
             return plain(input, weight, bias, stride, padding, dilation, groups)
-        how = (*(_each(n, dims) for n in (stride, padding, dilation)), False, [0] * dims, groups)
+        how = (*(_per_dim(n, dims) for n in (stride, padding, dilation)), False, [0] * dims, groups)
         return _Convolution.apply(_cast(input), weight, bias, how, later)  # type: ignore[no-any-return, no-untyped-call]
 
     convolve.__name__ = convolve.__qualname__ = plain.__name__
@@ -396,7 +406,7 @@ def _convolution(plain: Callable[..., Tensor], dims: int) -> Callable[..., Tenso
     return convolve
 
 
-def _each(n: int | Sequence[int], dims: int) -> list[int]:
+def _per_dim(n: int | Sequence[int], dims: int) -> list[int]:
     numbers = [n] if isinstance(n, int) else list(n)
     return numbers * dims if len(numbers) == 1 else numbers
 
@@ -422,20 +432,20 @@ class _Convolution(torch.autograd.Function):
         ctx.how, ctx.later, ctx.weight, ctx.bias = how, later, weight, bias
         ctx.first = not later.held
         with _without_autocast(x.device.type):
-            return torch.convolution(x, weight.to(x.dtype), _same(bias, x), *how)
+            return torch.convolution(x, weight.to(x.dtype), _cast_like(bias, x), *how)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,), (x, weight), later, bias = grads, ctx.saved_tensors, ctx.later, ctx.bias
         wanted = list(ctx.needs_input_grad[:3])
-        held = _held(ctx)
+        held = _defers_weight_grads(ctx)
         put_off = [
-            held and wants and _waits(leaf)
+            held and wants and _is_deferrable(leaf)
             for wants, leaf in zip(wanted[1:], (ctx.weight, bias), strict=True)
         ]
         if any(put_off):
             later.put(
-                _convolution_later(
+                _deferred_convolution_grads(
                     x,
                     grad,
                     ctx.how,
@@ -471,7 +481,7 @@ def _convolution_grads(
     return grads
 
 
-def _convolution_later(
+def _deferred_convolution_grads(
     x: Tensor,
     grad: Tensor,
     how: tuple[Any, ...],
@@ -489,7 +499,7 @@ def _convolution_later(
         )
         for leaf, g in ((weight, grads[1]), (bias, grads[2])):
             if leaf is not None:
-                _arrive(leaf, g)
+                _accumulate_grad(leaf, g)
 
     return work
 

@@ -59,7 +59,7 @@ def cut(
             "pipeline.cut: placements is a list of globaltensor.placement, one for each stage"
         )
     order = [path for path, _ in model.named_modules() if path]
-    begins = list(at) if at is not None else _even(model, order, len(placements))
+    begins = list(at) if at is not None else _even_stages(model, order, len(placements))
     unknown = [path for path in begins if path not in order]
     if unknown:
         has = ", ".join(map(repr, order[:8]))
@@ -112,26 +112,26 @@ def staged(
     for path, stage in parts:
         module = model.get_submodule(path)
         inside.update(f"{path}.{name}".rstrip(".") for name, _ in module.named_modules())
-        _place(module, path, placements[stage], sbp, done)
-        for each in _running(module):
+        _place_tensors(module, path, placements[stage], sbp, done)
+        for each in _called_modules(module):
             block = ModuleSettings()
             block.set_stage(stage, placements[stage])
             each.__dict__["_stage"] = block
-            each.register_forward_pre_hook(_enter, with_kwargs=True)
-            each.register_forward_hook(_leave, with_kwargs=True, always_call=True)
+            each.register_forward_pre_hook(_enter_stage, with_kwargs=True)
+            each.register_forward_hook(_leave_stage, with_kwargs=True, always_call=True)
     for path, module in model.named_modules():
         if path not in inside:
-            _place(module, path, placements[0], sbp, done, recurse=False)
+            _place_tensors(module, path, placements[0], sbp, done, recurse=False)
     model.register_forward_pre_hook(_ForwardStart(placements[0]), prepend=True)
-    model.register_forward_hook(_end, always_call=True)
+    model.register_forward_hook(_end_forward, always_call=True)
     return model
 
 
-def _running(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _called_modules(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
     """Yield the module, or the modules in a list that is never called itself."""
     if isinstance(module, (torch.nn.ModuleList, torch.nn.ModuleDict)):
         for child in module.children():
-            yield from _running(child)
+            yield from _called_modules(child)
     else:
         yield module
 
@@ -158,19 +158,19 @@ class _ForwardStart:
         )  # under capture, the graph does this (graph/capture/local_recorder.py)
 
 
-def _end(module: torch.nn.Module, args: Any, out: Any) -> None:
+def _end_forward(module: torch.nn.Module, args: Any, out: Any) -> None:
     stage_context.where = module.__dict__["_met_before"].pop()
     stage_context.models -= 1
 
 
-def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
+def _enter_stage(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
     """Move a stage's inputs, and the weights that it borrows, to its placement, in eager mode.
 
     While a graph is captured, the graph does this (graph/capture/module_hooks.py).
     """
     if torch_private.function_mode_on():
         return None
-    _given_back(module)  # left by an interrupt
+    _return_borrowed(module)  # left by an interrupt
     where = module.__dict__["_stage"].placement
     entered: list[Any] = module.__dict__.setdefault("_entered", [])
     entered.append(stage_context.where)
@@ -182,12 +182,12 @@ def _enter(module: torch.nn.Module, args: Any, kwargs: Any) -> Any:
                 if isinstance(t, GlobalTensor) and t.placement is not where:
                     # training writes into buffers, and the new values must be copied back
                     borrowed.append((held, name, t, held is part._buffers and part.training))
-                    held[name] = _brought(t, where)
-    these = iter([_brought(t, where) for t in object_tensors(kwargs, object_tensors(args, []))])
+                    held[name] = _move_to(t, where)
+    these = iter([_move_to(t, where) for t in object_tensors(kwargs, object_tensors(args, []))])
     return replaced_in_objects(args, these), replaced_in_objects(kwargs, these)
 
 
-def _brought(t: Any, where: Placement) -> Any:
+def _move_to(t: Any, where: Placement) -> Any:
     return (
         t.to_global(placement=where, sbp=layout_for(where, t.sbp))
         if isinstance(t, GlobalTensor) and t.placement is not where
@@ -195,8 +195,8 @@ def _brought(t: Any, where: Placement) -> Any:
     )
 
 
-def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-    _given_back(module, True)
+def _leave_stage(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+    _return_borrowed(module, True)
     entered = module.__dict__.get("_entered")
     if not entered:
         return  # it ran under capture
@@ -208,7 +208,7 @@ def _leave(module: torch.nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         stage_context.where = before
 
 
-def _given_back(module: torch.nn.Module, written: bool = False) -> None:
+def _return_borrowed(module: torch.nn.Module, written: bool = False) -> None:
     """Put borrowed tensors back.
 
     ``written``: copy what the stage has written into buffers to the originals."""
@@ -230,14 +230,14 @@ def _outermost(path: str, begins: Sequence[str]) -> bool:
 
     The submodule then contains no beginning of a stage, but its parent does."""
     parent = path.rpartition(".")[0]
-    return not _holds(path, begins) and (not parent or _holds(parent, begins))
+    return not _contains_begin(path, begins) and (not parent or _contains_begin(parent, begins))
 
 
-def _holds(path: str, begins: Sequence[str]) -> bool:
+def _contains_begin(path: str, begins: Sequence[str]) -> bool:
     return any(begin.startswith(f"{path}.") for begin in begins)
 
 
-def _place(
+def _place_tensors(
     module: torch.nn.Module,
     path: str,
     placement: Placement,
@@ -283,7 +283,7 @@ def _global(t: torch.Tensor, placement: Placement, layout: Any) -> Any:
     return holder.t
 
 
-def _even(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str]:
+def _even_stages(model: torch.nn.Module, order: Sequence[str], stages: int) -> list[str]:
     """Return the beginnings of the most even stages.
 
     The largest stage then has the minimum bytes of parameters."""
@@ -337,7 +337,7 @@ def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
     for part in range(1, parts):
         best = [
             min(
-                (_with(best[i], ends[j] - ends[i], i) for i in range(part, j)),
+                (_extend_division(best[i], ends[j] - ends[i], i) for i in range(part, j)),
                 default=(1 << 62, 0, []),
             )
             for j in range(n + 1)
@@ -345,5 +345,7 @@ def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
     return best[n][2][1:]
 
 
-def _with(before: tuple[int, int, list[int]], size: int, begin: int) -> tuple[int, int, list[int]]:
+def _extend_division(
+    before: tuple[int, int, list[int]], size: int, begin: int
+) -> tuple[int, int, list[int]]:
     return max(before[0], size), before[1] + size**2, [*before[2], begin]

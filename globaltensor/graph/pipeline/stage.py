@@ -43,7 +43,7 @@ class _SavedForward:
 
 
 @contextlib.contextmanager
-def _same_after() -> Iterator[None]:
+def _restoring_autocast() -> Iterator[None]:
     """Restore autocast and clear its cache afterwards.
 
     A part of a program sets autocast and may leave it set. The code that runs next, such as the
@@ -89,7 +89,7 @@ class Stage:
 
         ``train``: save what a backward needs. ``split``: the backward will come in two parts."""
         if not train:
-            with torch.no_grad(), _same_after():
+            with torch.no_grad(), _restoring_autocast():
                 return tuple(self.function(*inputs))
         detached_inputs = [
             t.detach().requires_grad_(i in self.differentiable) for i, t in enumerate(inputs)
@@ -97,7 +97,7 @@ class Stage:
         later = DeferredWeightGrads() if split else None
         with (
             torch.enable_grad(),
-            _same_after(),
+            _restoring_autocast(),
             later.recording() if later is not None else contextlib.nullcontext(),
         ):
             outputs = tuple(self.function(*detached_inputs))

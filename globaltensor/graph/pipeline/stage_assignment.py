@@ -41,7 +41,7 @@ def stages_of_nodes(
     plain_inputs = {
         node: not isinstance(t, GlobalTensor) for node, t in zip(nodes, inputs, strict=False)
     }
-    plain = _plain(nodes, plain_inputs, memory)
+    plain = _plain_nodes(nodes, plain_inputs, memory)
     calls = _stages_of_calls(captured.logical, placements)
     for node in nodes:
         if node.op in _NO_CALL or node in plain:
@@ -61,7 +61,7 @@ def stages_of_nodes(
     return stage_of
 
 
-def _plain(
+def _plain_nodes(
     nodes: Sequence[fx.Node], plain_inputs: dict[fx.Node, bool], memory: AliasSets
 ) -> set[fx.Node]:
     """Return the nodes that follow from constants and plain inputs alone.

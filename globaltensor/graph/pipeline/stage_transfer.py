@@ -197,11 +197,11 @@ class Transfer:
         self._sent: list[tuple[Message, Route, int, int]] = []
         self.waited = 0.0
         self._intakes: dict[tuple[int, str], _Intake] = {}
-        for route, micro, who in self._expected(schedule, lanes):
+        for route, micro, who in self._expected_messages(schedule, lanes):
             self._intakes.setdefault((who, _wire(route)), _Intake(who)).add(route, micro)
         self._connected = False
 
-    def _expected(
+    def _expected_messages(
         self, schedule: Schedule, lanes: dict[int, int]
     ) -> Iterator[tuple[Route, int, int]]:
         """Yield (route, micro-batch, sending rank) of all messages to this rank.
@@ -256,7 +256,7 @@ class Transfer:
         for intake in self._intakes.values():
             intake.asked, intake.open = 0, {}
         for intake in self._intakes.values():
-            self._ask(intake)
+            self._post_receives(intake)
 
     def send(self, route: Route, micro: int, value: Tensor) -> None:
         """Start sending a value to the ranks that need it.
@@ -271,7 +271,7 @@ class Transfer:
                 with log.exchanges("pipeline: from one stage to another"):
                     message = self._world.channel(self._world.rank, to, wire).send(piece)
             except WorldError as error:
-                raise WorldError(self._undelivered(route, micro, to, error)) from error
+                raise WorldError(self._send_error_text(route, micro, to, error)) from error
             self._sent.append((message, route, micro, to))
         for who, source_slices, into in self._recv_pieces[route]:
             if who == self._world.rank:
@@ -308,7 +308,7 @@ class Transfer:
             if who != self._world.rank
         ]
         for intake in intakes:
-            self._ask(intake, intake.places[route, micro])
+            self._post_receives(intake, intake.places[route, micro])
         arrival = self._arrival(route, micro)
         del self._arrivals[route, micro]
         for who, piece in arrival.pieces.items():
@@ -319,7 +319,7 @@ class Transfer:
                     self.waited += time.perf_counter() - began
                 piece.message.wait()
             except WorldError as error:
-                raise WorldError(self._lost(route, micro, who, error)) from error
+                raise WorldError(self._receive_error_text(route, micro, who, error)) from error
             if piece.flat is not None:
                 arrival.out[piece.into] = piece.flat.view([s.stop - s.start for s in piece.into])
         for intake in intakes:
@@ -329,7 +329,7 @@ class Transfer:
     def go_on(self) -> None:
         """Post the receives for which there are credits now, and free what has been sent."""
         for intake in self._intakes.values():
-            self._ask(intake)
+            self._post_receives(intake)
         self.collect()
 
     def collect(self) -> None:
@@ -337,7 +337,7 @@ class Transfer:
         under_way = []
         for entry in self._sent:
             if entry[0].over():
-                self._delivered(*entry)
+                self._wait_until_sent(*entry)
             else:
                 under_way.append(entry)
         self._sent = under_way
@@ -347,7 +347,7 @@ class Transfer:
     def finish(self) -> None:
         """Wait until all that was sent has been received."""
         while self._sent:
-            self._delivered(*self._sent.pop(0))
+            self._wait_until_sent(*self._sent.pop(0))
         for pool in self._pools.values():
             pool.trim()
 
@@ -356,13 +356,13 @@ class Transfer:
         self._arrivals.clear()
         self._sent.clear()
 
-    def _delivered(self, message: Message, route: Route, micro: int, to: int) -> None:
+    def _wait_until_sent(self, message: Message, route: Route, micro: int, to: int) -> None:
         try:
             message.wait()
         except WorldError as error:
-            raise WorldError(self._undelivered(route, micro, to, error)) from error
+            raise WorldError(self._send_error_text(route, micro, to, error)) from error
 
-    def _undelivered(self, route: Route, micro: int, to: int, error: WorldError) -> str:
+    def _send_error_text(self, route: Route, micro: int, to: int, error: WorldError) -> str:
         (source, target), what = (
             route.stages,
             f"gradient of input {route.edge.input}"
@@ -374,7 +374,7 @@ class Transfer:
             f"{micro} to stage {target} on rank {to}: {error}"
         )
 
-    def _lost(self, route: Route, micro: int, who: int, error: WorldError) -> str:
+    def _receive_error_text(self, route: Route, micro: int, who: int, error: WorldError) -> str:
         source, target = route.stages
         return (
             f"rank {self._world.rank}: stage {target} waited for {route.what} of micro-batch "
@@ -393,7 +393,7 @@ class Transfer:
             arrival = self._arrivals[route, micro] = _Arrival(flat.view(shape))
         return arrival
 
-    def _ask(self, intake: _Intake, upto: int = -1) -> None:
+    def _post_receives(self, intake: _Intake, upto: int = -1) -> None:
         """Post receives in order.
 
         These are all receives up to the one at ``upto``, and more while their routes have credits.
@@ -411,7 +411,7 @@ class Transfer:
             try:
                 message = intake.channel.receive(place.view(-1) if flat is None else flat)
             except WorldError as error:
-                raise WorldError(self._lost(route, micro, who, error)) from error
+                raise WorldError(self._receive_error_text(route, micro, who, error)) from error
             arrival.pieces[who] = _Piece(message, into, flat)
             intake.open[route] = intake.open.get(route, 0) + 1
             intake.asked += 1

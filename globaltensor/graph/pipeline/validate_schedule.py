@@ -187,13 +187,13 @@ def running_order(schedule: Schedule, flow: Flow) -> Iterator[tuple[int, Action]
             "\n  ".join(
                 [
                     f"schedule {schedule.name} would not end:",
-                    *(_waits(schedule, flow, lane, at[lane], done) for lane in stuck),
+                    *(_wait_text(schedule, flow, lane, at[lane], done) for lane in stuck),
                 ]
             )
         )
 
 
-def _waits(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[Action]) -> str:
+def _wait_text(schedule: Schedule, flow: Flow, lane: int, position: int, done: set[Action]) -> str:
     action = schedule.rows[lane][position]
     missing = next(need for need in flow.needs(action) if need not in done)
     other = schedule.lanes[missing.stage]

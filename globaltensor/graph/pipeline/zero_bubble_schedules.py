@@ -14,15 +14,15 @@ _ONCE = "lanes that each hold one stage, or several that follow one another, suc
 _THERE_AND_BACK = "lanes that go there and back, such as 0, 1, 2, 2, 1, 0"
 
 
-def _once(lanes: tuple[int, ...]) -> bool:
+def _has_one_run_per_lane(lanes: tuple[int, ...]) -> bool:
     return len(runs(lanes)) == max(lanes) + 1
 
 
-def _there_and_back(lanes: tuple[int, ...]) -> bool:
+def _is_v_shaped(lanes: tuple[int, ...]) -> bool:
     return len(lanes) == 2 * (max(lanes) + 1) and lanes == lanes[::-1]
 
 
-def _even(each: int, lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
+def _equal_activations(each: int, lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
     return per_lane(lanes, [min(micros, each)] * len(runs(lanes)))
 
 
@@ -30,8 +30,8 @@ def _even(each: int, lanes: tuple[int, ...], micros: int) -> tuple[int, ...]:
     "zb-h1",
     "zero-bubble-h1",
     layout=_ONCE,
-    fits=_once,
-    promise=lambda lanes, micros: _even(len(runs(lanes)), lanes, micros),
+    fits=_has_one_run_per_lane,
+    promise=lambda lanes, micros: _equal_activations(len(runs(lanes)), lanes, micros),
 )
 def zb_h1(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     """Return the rows of ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, ICLR 2024).
@@ -40,15 +40,15 @@ def zb_h1(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     as many activations as the first run of 1f1b. With F = I = W, the bubble is a third of that of
     1f1b."""
     many = len(runs(lanes))
-    return _straight(lanes, micros, [many - k for k in range(many)], list(range(many)))
+    return _rows_with_lag(lanes, micros, [many - k for k in range(many)], list(range(many)))
 
 
 @family(
     "zb-h2",
     "zero-bubble-h2",
     layout=_ONCE,
-    fits=_once,
-    promise=lambda lanes, micros: _even(2 * len(runs(lanes)) - 1, lanes, micros),
+    fits=_has_one_run_per_lane,
+    promise=lambda lanes, micros: _equal_activations(2 * len(runs(lanes)) - 1, lanes, micros),
 )
 def zb_h2(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     """Return the rows of ZB-H2 (same paper).
@@ -57,12 +57,12 @@ def zb_h2(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
     the activations. With F = I = W, and at least 2 p - 1 micro-batches for p runs, no lane is ever
     idle between its first action and its last."""
     many = len(runs(lanes))
-    return _straight(
+    return _rows_with_lag(
         lanes, micros, [2 * (many - k) - 1 for k in range(many)], [2 * k for k in range(many)]
     )
 
 
-def _straight(
+def _rows_with_lag(
     lanes: tuple[int, ...], micros: int, warm: list[int], lag: list[int]
 ) -> list[list[Action]]:
     """Return rows in which run k starts with warm[k] forwards.
@@ -85,7 +85,7 @@ def _straight(
     "zero-bubble-v",
     "zbv-zero-bubble",
     layout=_THERE_AND_BACK,
-    fits=_there_and_back,
+    fits=_is_v_shaped,
     promise=lambda lanes, micros: (2 * min(micros, max(lanes) + 1),) * (max(lanes) + 1),
 )
 def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
@@ -101,7 +101,7 @@ def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
         down, up, after = rank, 2 * wide - 1 - rank, wide - rank
         next_of = dict.fromkeys([(kind, stage) for kind in "FIW" for stage in (down, up)], 0)
 
-        def do(
+        def emit(
             times: int,
             *work: tuple[str, int],
             lane: int = lane,
@@ -113,10 +113,10 @@ def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
                     next_of[kind, stage] += 1
 
         total = max(micros, 2 * wide - 1)
-        do(2 * after - 1, ("F", down))
-        do(rank, ("F", up), ("F", down))
-        do(after, ("F", up), ("I", up), ("W", up))
-        do(
+        emit(2 * after - 1, ("F", down))
+        emit(rank, ("F", up), ("F", down))
+        emit(after, ("F", up), ("I", up), ("W", up))
+        emit(
             total - next_of["F", down],
             ("F", down),
             ("I", down),
@@ -125,11 +125,11 @@ def zb_v(lanes: tuple[int, ...], micros: int) -> list[list[Action]]:
             ("I", up),
             ("W", up),
         )
-        do(total - next_of["F", up], ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
-        do(rank, ("I", down), ("I", up))
-        do(after, ("I", down), ("W", down))
-        do(total - next_of["W", up], ("W", up))
-        do(total - next_of["W", down], ("W", down))
+        emit(total - next_of["F", up], ("I", down), ("W", down), ("F", up), ("I", up), ("W", up))
+        emit(rank, ("I", down), ("I", up))
+        emit(after, ("I", down), ("W", down))
+        emit(total - next_of["W", up], ("W", up))
+        emit(total - next_of["W", down], ("W", down))
     # A pipeline with fewer micro-batches than it takes to fill is a longer one with the rest left
     # out.
     return [[action for action in row if action.micro < micros] for row in rows]

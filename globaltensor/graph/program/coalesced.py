@@ -50,12 +50,12 @@ def move_of(src: Spec, dst: Spec) -> Move | None:
     """Return the single move of a boxing, or None if the boxing is not a single move.
 
     The gradient of the move must be a single move among the same ranks too."""
-    found = _only(src, dst)
-    back = None if found is None else _only(dst.dual(), src.dual())
+    found = _single_move(src, dst)
+    back = None if found is None else _single_move(dst.dual(), src.dual())
     return found if back is not None and found is not None and back.axes == found.axes else None
 
 
-def _only(src: Spec, dst: Spec) -> Move | None:
+def _single_move(src: Spec, dst: Spec) -> Move | None:
     if (
         src.placement is not dst.placement
         or src.shown is not src
@@ -101,7 +101,7 @@ class CoalescedCollective(ProgramCall):
 
     def __call__(self, *locals_: Tensor) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(t.requires_grad for t in locals_):
-            return _Together.apply(self, *locals_)  # type: ignore[no-any-return, no-untyped-call]
+            return _CoalescedFunction.apply(self, *locals_)  # type: ignore[no-any-return, no-untyped-call]
         return tuple(self.begin(locals_)())
 
     def begin(self, locals_: Sequence[Tensor]) -> Finish:
@@ -122,7 +122,7 @@ class CoalescedCollective(ProgramCall):
         flats = [
             t.detach().clone() if torch_private.is_zero_tensor(t) else t.detach() for t in locals_
         ]
-        with self._logged(this_world):
+        with self._boxing_log(this_world):
             return _BEGIN[self.kind](self, flats, this_world.comm(peers), peers, this_world.rank)
 
     @cached_property
@@ -130,7 +130,7 @@ class CoalescedCollective(ProgramCall):
         """The reasons of the boxings, each once."""
         return ", ".join(dict.fromkeys(why or log.EXPLICIT for _, _, why in self.routes))
 
-    def _logged(self, this_world: World) -> AbstractContextManager[Any]:
+    def _boxing_log(self, this_world: World) -> AbstractContextManager[Any]:
         """Return the block that logs the collective: one boxing, or several together."""
         if len(self.routes) == 1 and not this_world.dry:
             src, dst, why = self.routes[0]
@@ -138,7 +138,7 @@ class CoalescedCollective(ProgramCall):
         return log.exchanges("{} boxings: {}", len(self.routes), self.reasons)
 
 
-def _joined(flats: Sequence[Tensor]) -> Tensor:
+def _flat_copy(flats: Sequence[Tensor]) -> Tensor:
     """Return the elements of all tensors in a new buffer."""
     return torch.cat([flatten(t) for t in flats]) if len(flats) > 1 else flatten(flats[0]).clone()
 
@@ -146,7 +146,7 @@ def _joined(flats: Sequence[Tensor]) -> Tensor:
 def _all_reduce(
     joint: CoalescedCollective, locals_: list[Tensor], comm: Any, peers: Sequence[int], rank: int
 ) -> Finish:
-    buffer = _joined(locals_)
+    buffer = _flat_copy(locals_)
     handle: Handle = comm.all_reduce_async(buffer, "sum")
     shapes = [t.shape for t in locals_]
 
@@ -169,7 +169,7 @@ def _all_gather(
         [m.src.local_shape(r) for r in peers] for m in joint.moves
     ]  # for each tensor, the shape of its local tensor on each rank
     numels = [[math.prod(s[i]) for s in shapes] for i in range(len(peers))]
-    own_shard = _joined(locals_)
+    own_shard = _flat_copy(locals_)
     buffer = own_shard.new_empty(sum(map(sum, numels)))
     handle: Handle = comm.all_gather_into_async(own_shard, [sum(n) for n in numels], buffer)
 
@@ -196,7 +196,9 @@ def _reduce_scatter(
     chunks = []
     for r in peers:
         chunks.append(
-            _joined([t[_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)])
+            _flat_copy(
+                [t[_slices_within(m, r, rank)] for t, m in zip(locals_, joint.moves, strict=True)]
+            )
         )
     shapes = [m.dst.local_shape(rank) for m in joint.moves]
     handle = comm.reduce_scatter_async(chunks, "sum")
@@ -213,7 +215,7 @@ def _reduce_scatter(
     return finish
 
 
-def _within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
+def _slices_within(move: Move, holder: int, rank: int) -> tuple[slice, ...]:
     """Return the slices of ``holder``'s local tensor in the local tensor of ``rank``."""
     (offsets, lengths), origin = move.dst.box(holder), move.src.box(rank)[0]
     return tuple(
@@ -228,7 +230,7 @@ _BEGIN: Final[dict[str, Callable[..., Finish]]] = {
 }
 
 
-def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...]) -> Finish:
+def _start_gradient_collective(joint: CoalescedCollective, grads: tuple[Tensor, ...]) -> Finish:
     """Start the collective of the gradients.
 
     If the gradients are differentiated in turn, run it to its end."""
@@ -238,7 +240,7 @@ def _back(joint: CoalescedCollective, grads: tuple[Tensor, ...]) -> Finish:
     return joint.back.begin(grads)
 
 
-class _Together(torch.autograd.Function):
+class _CoalescedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, joint: CoalescedCollective, *locals_: Tensor) -> tuple[Tensor, ...]:
         ctx.joint = joint
@@ -246,7 +248,7 @@ class _Together(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, *_back(ctx.joint, grads)()
+        return None, *_start_gradient_collective(ctx.joint, grads)()
 
 
 class PendingCollective:
@@ -295,11 +297,11 @@ class WaitCollective(ProgramCall):
             out = _EndCollective.apply(under_way, *under_way.tokens)  # type: ignore[no-untyped-call]
             under_way.tokens = ()
         else:
-            out = _finished(under_way)
+            out = _finish_once(under_way)
         return out if len(self.joint.routes) > 1 else out[0]
 
 
-def _finished(under_way: PendingCollective) -> tuple[Tensor, ...]:
+def _finish_once(under_way: PendingCollective) -> tuple[Tensor, ...]:
     finish, under_way.finish = under_way.finish, None
     assert finish is not None, "what was begun is awaited once"
     return tuple(finish())
@@ -325,11 +327,11 @@ class _EndCollective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, under_way: PendingCollective, *tokens: Tensor) -> tuple[Tensor, ...]:
         ctx.under_way = under_way
-        return _finished(under_way)
+        return _finish_once(under_way)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         # The collective starts here. It is awaited where the gradient of the operand is needed, and
         # the backward pass in between runs meanwhile.
-        ctx.under_way.back = _back(ctx.under_way.joint, grads)
+        ctx.under_way.back = _start_gradient_collective(ctx.under_way.joint, grads)
         return None, *[g.new_zeros(()).expand(g.shape) for g in grads]

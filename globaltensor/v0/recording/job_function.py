@@ -70,7 +70,7 @@ class JobFunction:
         record.results = replaced_in_objects(
             returned, iter([BlobRef(b.index) for b in blobs]), Blob
         )
-        self._trained(record)
+        self._check_training(record)
         return record
 
     def _input(self, tape: Tape, name: str, leaf: Any) -> Blob:
@@ -81,7 +81,7 @@ class JobFunction:
         tape.record.inputs.append(job_input)
         return tape.input(job_input, Blob)  # type: ignore[no-any-return]
 
-    def _trained(self, record: Record) -> None:
+    def _check_training(self, record: Record) -> None:
         if not self.training:
             return
         if record.optimizer is None:

@@ -44,8 +44,11 @@ class RecordedOp:
     name: str
 
     def __str__(self) -> str:
-        op = self.op if isinstance(self.op, str) else _told(self.op)
-        told = [*map(_told, self.args), *(f"{k}={_told(v)}" for k, v in self.kwargs.items())]
+        op = self.op if isinstance(self.op, str) else _argument_text(self.op)
+        told = [
+            *map(_argument_text, self.args),
+            *(f"{k}={_argument_text(v)}" for k, v in self.kwargs.items()),
+        ]
         outs = ", ".join(f"%{i}" for i in self.outs)
         return (
             f"{outs} = {op}({', '.join(told)}) on "
@@ -53,13 +56,13 @@ class RecordedOp:
         )
 
 
-def _told(value: Any) -> str:
+def _argument_text(value: Any) -> str:
     """Format a value identically in every process.
 
     Functions, which some steps have as arguments, are named instead of printed with their address.
     """
     if isinstance(value, (list, tuple)) and not isinstance(value, BlobRef):
-        return f"({', '.join(map(_told, value))})"
+        return f"({', '.join(map(_argument_text, value))})"
     return str(getattr(value, "__qualname__", None) or repr(value))
 
 

@@ -67,7 +67,7 @@ class JobGraph(Graph):
         if record.training:
             replay.loss().backward()
         return [
-            [replay.home(ref, value) for value in replay.values[ref.index]]
+            [replay.gather_on_master(ref, value) for value in replay.values[ref.index]]
             for ref in record.returned
         ]
 
@@ -101,7 +101,7 @@ class _Replay:
         pieces: list[Pieces] = [[] for _ in step.outs]
         refs = object_tensors((step.args, step.kwargs), [], BlobRef)
         for i in range(step.times):
-            given = [self._bring(ref, i, where, step.mirrored) for ref in refs]
+            given = [self._box_piece(ref, i, where, step.mirrored) for ref in refs]
             args, kwargs = replaced_in_objects((step.args, step.kwargs), iter(given), BlobRef)
             for kept, made in zip(
                 pieces, object_tensors(step.op(*args, **kwargs), []), strict=True
@@ -123,7 +123,7 @@ class _Replay:
                 total = mean if total is None else total + mean
         return total  # type: ignore[no-any-return]
 
-    def home(self, ref: BlobRef, value: Any) -> torch.Tensor:
+    def gather_on_master(self, ref: BlobRef, value: Any) -> torch.Tensor:
         """Gather a result on the master.
 
         In the mirrored view, the result has one entry for each device along a new first dim.
@@ -133,7 +133,7 @@ class _Replay:
         found: torch.Tensor = value.to_global(HOME, broadcast)
         return found
 
-    def _bring(self, ref: BlobRef, i: int, where: Placement, mirrored: bool) -> Any:
+    def _box_piece(self, ref: BlobRef, i: int, where: Placement, mirrored: bool) -> Any:
         pieces = self.values[ref.index]
         i = i if len(pieces) > 1 else 0
         value = pieces[i]
@@ -162,7 +162,7 @@ class _Replay:
     ) -> Pieces:
         return [
             x.to_global(sbp=x.sbp if sbp is None else sbp, grad_sbp=grad)
-            for x in self._all(ref, step, where)
+            for x in self._boxed_pieces(ref, step, where)
         ]
 
     def _constant(
@@ -186,7 +186,7 @@ class _Replay:
         """
         held = self.variables[name]
         with torch.no_grad():
-            for value in self._all(ref, step, where):
+            for value in self._boxed_pieces(ref, step, where):
                 if step.mirrored:
                     value = (value / self.layout.size).to_global(self.everyone, partial_sum)
                 value = value.detach().to_global(held.placement, held.sbp)  # type: ignore[attr-defined]
@@ -201,7 +201,7 @@ class _Replay:
         Each shard of a split batch gets its own numbers. In the mirrored view, each device does.
         """
         out = []
-        for x in self._all(ref, step, where):
+        for x in self._boxed_pieces(ref, step, where):
             if step.mirrored:
                 out.append(
                     op(x.unsqueeze(0).to_global(self.everyone, split(0)), *args).to_local()[0]
@@ -212,23 +212,23 @@ class _Replay:
 
     def _unpack(self, step: RecordedOp, where: Placement, ref: BlobRef, pieces: int) -> Pieces:
         out = []
-        for x in self._all(ref, step, where):
+        for x in self._boxed_pieces(ref, step, where):
             rows = x.shape[0] // pieces
-            out += [_lying_as(x, x[i * rows : (i + 1) * rows]) for i in range(pieces)]
+            out += [_with_layout_of(x, x[i * rows : (i + 1) * rows]) for i in range(pieces)]
         return out
 
     def _pack(self, step: RecordedOp, where: Placement, ref: BlobRef, pieces: int) -> Pieces:
-        parts = self._all(ref, step, where)
+        parts = self._boxed_pieces(ref, step, where)
         return [
-            _lying_as(parts[i], torch.cat(parts[i : i + pieces]))
+            _with_layout_of(parts[i], torch.cat(parts[i : i + pieces]))
             for i in range(0, len(parts), pieces)
         ]
 
     def _repeat(self, step: RecordedOp, where: Placement, ref: BlobRef, times: int) -> Pieces:
-        return [x for x in self._all(ref, step, where) for _ in range(times)]
+        return [x for x in self._boxed_pieces(ref, step, where) for _ in range(times)]
 
     def _acc(self, step: RecordedOp, where: Placement, ref: BlobRef, times: int) -> Pieces:
-        parts = self._all(ref, step, where)
+        parts = self._boxed_pieces(ref, step, where)
         return [sum(parts[i + 1 : i + times], parts[i]) for i in range(0, len(parts), times)]
 
     def _own(self, step: RecordedOp, where: Placement, ref: BlobRef, variable: bool) -> Pieces:
@@ -247,9 +247,10 @@ class _Replay:
             out.append(moved(x, where))
         return out
 
-    def _all(self, ref: BlobRef, step: RecordedOp, where: Placement) -> Pieces:
+    def _boxed_pieces(self, ref: BlobRef, step: RecordedOp, where: Placement) -> Pieces:
         return [
-            self._bring(ref, i, where, step.mirrored) for i in range(len(self.values[ref.index]))
+            self._box_piece(ref, i, where, step.mirrored)
+            for i in range(len(self.values[ref.index]))
         ]
 
 
@@ -258,7 +259,7 @@ def moved(x: Any, where: Placement) -> Any:
     return x.to_global(where, [broadcast if e.is_partial else e for e in x.sbp])
 
 
-def _lying_as(like: Any, x: Any) -> Any:
+def _with_layout_of(like: Any, x: Any) -> Any:
     return (
         x.to_global(sbp=[broadcast if e.is_partial else e for e in like.sbp])
         if isinstance(x, GlobalTensor) and x.sbp != like.sbp

@@ -87,19 +87,22 @@ class JobSignature:
         for name, wanted in self.parameters.items():
             if name not in bound.arguments:
                 raise JobError(f"job {self.job}: no array is given for {name}")
-            out += [value for _, _, value in _pairs(self.job, name, wanted, bound.arguments[name])]
+            out += [
+                value
+                for _, _, value in _match_leaves(self.job, name, wanted, bound.arguments[name])
+            ]
         return out
 
     def placeholders(self) -> Iterator[tuple[str, type[Placeholder]]]:
         """Yield (name, placeholder) in the order of `given`."""
         for name, wanted in self.parameters.items():
-            for path, leaf, _ in _pairs(self.job, name, wanted, wanted):
+            for path, leaf, _ in _match_leaves(self.job, name, wanted, wanted):
                 yield path, leaf
 
     def filled(self, blobs: Sequence[Any]) -> dict[str, Any]:
         """Return the function's arguments, with placeholders replaced by ``blobs``, in order."""
         these = iter(blobs)
-        return {name: _filled(wanted, these) for name, wanted in self.parameters.items()}
+        return {name: _fill_structure(wanted, these) for name, wanted in self.parameters.items()}
 
     def check(self, returned: Any) -> None:
         """Raise JobError if a job function's return value does not match its annotation."""
@@ -142,12 +145,12 @@ class JobSignature:
         for i, ref in enumerate(object_tensors(results, [], BlobRef)):
             parts = pieces[ref.index]
             if not mirrored[ref.index]:
-                result_arrays.append(_joined(parts))
+                result_arrays.append(_join_pieces(parts))
             elif kinds.get(i) is ListListNumpy:
                 result_arrays.append([[part[d] for part in parts] for d in range(len(parts[0]))])
             else:
                 result_arrays.append(
-                    [_joined([part[d] for part in parts]) for d in range(len(parts[0]))]
+                    [_join_pieces([part[d] for part in parts]) for d in range(len(parts[0]))]
                 )
         return replaced_in_objects(results, iter(result_arrays), BlobRef)
 
@@ -174,7 +177,7 @@ def array_of(
         )
     if leaf.kind is ListListNumpy:
         value = [
-            _pieces(f"job {job}: {path} of device {d}", leaf, parts)
+            _concat_pieces(f"job {job}: {path} of device {d}", leaf, parts)
             for d, parts in enumerate(value)
         ]
     return np.stack(
@@ -182,7 +185,7 @@ def array_of(
     )
 
 
-def _pieces(where: str, leaf: type[Placeholder], parts: Any) -> np.ndarray[Any, Any]:
+def _concat_pieces(where: str, leaf: type[Placeholder], parts: Any) -> np.ndarray[Any, Any]:
     if not isinstance(parts, (list, tuple)) or not parts:
         got = "an empty one" if isinstance(parts, (list, tuple)) else f"a {type(parts).__name__}"
         raise JobError(
@@ -214,7 +217,7 @@ def _array(where: str, leaf: type[Placeholder], value: Any) -> np.ndarray[Any, A
     return np.ascontiguousarray(array, dtype=wanted).reshape(leaf.shape)
 
 
-def _joined(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+def _join_pieces(parts: list[np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts[0].ndim else np.stack(parts)
@@ -255,7 +258,7 @@ def _check_output(job: str, annotation: Any) -> None:
     )
 
 
-def _pairs(
+def _match_leaves(
     job: str, path: str, wanted: Any, value: Any
 ) -> Iterator[tuple[str, type[Placeholder], Any]]:
     if not isinstance(wanted, tuple):
@@ -265,11 +268,15 @@ def _pairs(
         got = f"{type(value).__name__}{f' of {len(value)}' if isinstance(value, (tuple, list)) else ''}"  # noqa: E501
         raise JobError(f"job {job}: {path} takes a tuple of {len(wanted)}, got {got}")
     for i, (w, v) in enumerate(zip(wanted, value, strict=True)):
-        yield from _pairs(job, f"{path}[{i}]", w, v)
+        yield from _match_leaves(job, f"{path}[{i}]", w, v)
 
 
-def _filled(wanted: Any, these: Iterator[Any]) -> Any:
-    return tuple(_filled(w, these) for w in wanted) if isinstance(wanted, tuple) else next(these)
+def _fill_structure(wanted: Any, leaves: Iterator[Any]) -> Any:
+    return (
+        tuple(_fill_structure(w, leaves) for w in wanted)
+        if isinstance(wanted, tuple)
+        else next(leaves)
+    )
 
 
 def _outputs(

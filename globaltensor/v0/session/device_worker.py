@@ -96,7 +96,7 @@ def follow(
     over = threading.Event()
 
     def leave(words: str, code: int) -> None:
-        _leave(words if workers is not None else "", code, workers)
+        _exit_process(words if workers is not None else "", code, workers)
 
     def listen() -> None:
         while (message := line.receive()) is not None:
@@ -129,7 +129,7 @@ def follow(
         leave(traceback.format_exc(), 1)
 
 
-def _leave(words: str, code: int, workers: Workers | None) -> None:
+def _exit_process(words: str, code: int, workers: Workers | None) -> None:
     """End this process at once, without running the rest of the script.
 
     The script continues on the master only. ``words`` are logged, if there are any.

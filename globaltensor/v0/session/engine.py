@@ -124,7 +124,7 @@ class Engine:
         """Return the shape and dtype of one of `names`. Not collective."""
         if name in self.counts:
             return (self.counts[name].size,), self.counts[name].dtype
-        held = self._held(name)
+        held = self._variable_or_state(name)
         return tuple(held.shape), held.dtype
 
     def run(
@@ -139,7 +139,9 @@ class Engine:
         inputs = []
         for i, given in enumerate(record.inputs):
             shape = (self.layout.size, *given.shape) if given.mirrored else given.shape
-            inputs.append(self._at_home(shape, given.dtype, None if arrays is None else arrays[i]))
+            inputs.append(
+                self._wrap_on_master(shape, given.dtype, None if arrays is None else arrays[i])
+            )
         with self._own_random_numbers():
             outs = graph(*inputs)
         if world().rank:
@@ -161,7 +163,7 @@ class Engine:
                     self.counts[name].read(), dtype=self.counts[name].dtype
                 ).numpy()
                 continue
-            held: Any = self._held(name).detach()
+            held: Any = self._variable_or_state(name).detach()
             home_value = (
                 held.to_global(placement=HOME, sbp=broadcast)
                 if isinstance(held, GlobalTensor)
@@ -192,14 +194,14 @@ class Engine:
                 )
                 self.counts[name].write(counts[0])
                 continue
-            held: Any = self._held(name)
-            value: Any = self._at_home(
+            held: Any = self._variable_or_state(name)
+            value: Any = self._wrap_on_master(
                 tuple(held.shape), held.dtype, None if arrays is None else arrays[name]
             )
             with torch.no_grad():
                 held.copy_(value.to_global(held.placement, held.sbp))
 
-    def _held(self, name: str) -> torch.Tensor:
+    def _variable_or_state(self, name: str) -> torch.Tensor:
         if name in self.variables:
             return self.variables[name]
         if name not in self.states:
@@ -208,7 +210,7 @@ class Engine:
         found: torch.Tensor = update.state[p][kept]
         return found
 
-    def _at_home(
+    def _wrap_on_master(
         self, shape: tuple[int, ...], dtype: torch.dtype, array: np.ndarray[Any, Any] | None
     ) -> torch.Tensor:
         """Wrap the master's array as a global tensor that only the master holds."""

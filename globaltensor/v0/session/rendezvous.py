@@ -73,7 +73,7 @@ class SessionRendezvous:
         self.own_machines = own_machines
         try:
             if own_machines[0] != 0 or not self._serve():
-                self._come()
+                self._connect_to_master()
         except BaseException:
             self.close()
             raise
@@ -125,7 +125,7 @@ class SessionRendezvous:
             raise SessionError(
                 f"{problem}; name a free one on all machines with flow.env.ctrl_port"
             ) from error
-        _lead(self.own, self.nodes, 0)
+        _set_backend_interface(self.own, self.nodes, 0)
         with _Doorbell() as bell:
             while len(self.lines) < len(self.nodes) - 1:
                 self._greet(bell)
@@ -146,7 +146,7 @@ class SessionRendezvous:
         missing = [i for i in range(1, len(self.nodes)) if i not in self.lines]
         left = self.until - time.monotonic()
         if left <= 0:
-            self.refuse(self._absent(missing))
+            self.refuse(self._missing_machine_message(missing))
         if time.monotonic() - self._warned_at > _TELL_SECONDS:
             self._warned_at = time.monotonic()
             logger.warning(
@@ -183,11 +183,11 @@ class SessionRendezvous:
         if why:
             self.refuse(why)
         line.send(machine=number)
-        problem = _unreached(hello["at"])
+        problem = _unreachable_reason(hello["at"])
         if problem:
             self.refuse(_advice(line.peer, hello["at"], "the master", problem))
 
-    def _absent(self, missing: Sequence[int]) -> str:
+    def _missing_machine_message(self, missing: Sequence[int]) -> str:
         node, port = self.nodes[missing[0]], self.settings.port
         problem = (
             f"machine {missing[0]} ({node.addr}) has not connected to the master's port {port} "
@@ -219,12 +219,12 @@ class SessionRendezvous:
 
     # On the other machines
 
-    def _come(self) -> None:
+    def _connect_to_master(self) -> None:
         master, port = self.nodes[0], self.nodes[0].ctrl_port_agent or self.settings.port
         own_machines = [i for i in self.own_machines if i > 0]
         where = f"{master.addr}:{port}"
 
-        def waits(why: str) -> None:
+        def warn_waiting(why: str) -> None:
             if time.monotonic() - self._warned_at > _TELL_SECONDS:
                 self._warned_at = time.monotonic()
                 logger.warning(
@@ -232,7 +232,9 @@ class SessionRendezvous:
                 )
 
         try:
-            connection = reached(master.addr, port, max(1.0, self.until - time.monotonic()), waits)
+            connection = reached(
+                master.addr, port, max(1.0, self.until - time.monotonic()), warn_waiting
+            )
         except SessionError as error:
             failure = (
                 f"machine {own_machines[0]} ({self.nodes[own_machines[0]].addr}) cannot reach the "
@@ -244,14 +246,14 @@ class SessionRendezvous:
             )
             raise SessionError(f"{failure}; {hint}{proxies()}") from None
         self.master = Line(connection, f"the master ({master.addr})")
-        _lead(self.nodes[own_machines[0]].addr, self.nodes, own_machines[0])
+        _set_backend_interface(self.nodes[own_machines[0]].addr, self.nodes, own_machines[0])
         # Wait anew from here, because the master may only now have begun to wait for others.
         wait = seconds() + _TELL_SECONDS
         with _Doorbell() as bell:
             self.master.send(card=self.card, here=own_machines, at=bell.at)
-            self.machine = int(self._heard(where, "machine", wait)["machine"])
-            met = self._heard(where, "met", wait)
-            problem = _unreached(met["at"])
+            self.machine = int(self._receive_from_master(where, "machine", wait)["machine"])
+            met = self._receive_from_master(where, "met", wait)
+            problem = _unreachable_reason(met["at"])
             if problem:
                 why = _advice(
                     "the master", met["at"], f"machine {self.machine} ({self.own})", problem
@@ -259,9 +261,9 @@ class SessionRendezvous:
                 self.master.send(refused=why)
                 raise SessionError(why)
             self.master.send(reached=True)
-            self._heard(where, "go", wait)
+            self._receive_from_master(where, "go", wait)
 
-    def _heard(self, where: str, what: str, wait: float) -> dict[str, Any]:
+    def _receive_from_master(self, where: str, what: str, wait: float) -> dict[str, Any]:
         assert self.master is not None
         try:
             message = self.master.receive(wait)
@@ -307,7 +309,7 @@ class _Doorbell:
         self._socket.close()
 
 
-def _unreached(at: Sequence[Any]) -> str:
+def _unreachable_reason(at: Sequence[Any]) -> str:
     """Return why a doorbell cannot be reached, or an empty string if it can."""
     if not at[0] or ipv6_local(at[0]):
         return ""
@@ -334,7 +336,7 @@ def _advice(whom: str, at: Sequence[Any], who: str, problem: str) -> str:
     )
 
 
-def _lead(own: str, nodes: Sequence[Any], number: int) -> None:
+def _set_backend_interface(own: str, nodes: Sequence[Any], number: int) -> None:
     """Set the backends' interface to that of the address at which others reach this machine.
 
     A value that the user has set stays, if it can be right. Raise SessionError if it cannot: the

@@ -136,35 +136,39 @@ class Session:
             arrays = [array.copy() for array in arrays]
 
         def work() -> Any:
-            pieces = self._done("run", job.name, lambda engine: engine.run(job.name, arrays))
+            pieces = self._run_on_all_devices(
+                "run", job.name, lambda engine: engine.run(job.name, arrays)
+            )
             return job.signature.handed(record.results, pieces, record.mirrored_of)
 
-        future = self._later(work)
+        future = self._enqueue(work)
         if job.signature.callback:
             return lambda callback: _when_done(self._wait, future, callback)
         return Fetched(job.name, future, self._wait) if fetched else self._wait(future)
 
     def names(self) -> list[str]:
         """Return the names of the session's variables."""
-        return list(self._started().variables)
+        return list(self._started_engine().variables)
 
     def saved_names(self) -> list[str]:
         """Return the names of all that is saved.
 
         These are variables, optimizer states, step counts and loss scales.
         """
-        return self._started().names()
+        return self._started_engine().names()
 
     def shape_of(self, name: str) -> tuple[tuple[int, ...], torch.dtype]:
         """Return the shape and dtype of one of `saved_names`."""
-        return self._started().shape_of(name)
+        return self._started_engine().shape_of(name)
 
     def fetch(self, names: Sequence[str]) -> dict[str, np.ndarray[Any, Any]]:
         """Return values by name."""
         self.start()
         values: dict[str, np.ndarray[Any, Any]] = self._wait(
-            self._later(
-                lambda: self._done("fetch", list(names), lambda engine: engine.fetch(names))
+            self._enqueue(
+                lambda: self._run_on_all_devices(
+                    "fetch", list(names), lambda engine: engine.fetch(names)
+                )
             )
         )
         return values
@@ -174,8 +178,10 @@ class Session:
         self.start()
         names = list(arrays)
         self._wait(
-            self._later(
-                lambda: self._done("load", names, lambda engine: engine.load(names, arrays))
+            self._enqueue(
+                lambda: self._run_on_all_devices(
+                    "load", names, lambda engine: engine.load(names, arrays)
+                )
             )
         )
 
@@ -289,7 +295,7 @@ class Session:
                 target=self._run, name="globaltensor.v0 session", daemon=True
             )
             self._thread.start()
-            self.engine = self._wait(self._later(lambda: self._join(instruction, place)))
+            self.engine = self._wait(self._enqueue(lambda: self._join(instruction, place)))
         atexit.unregister(self._end_of_script)
         # The world has registered its own exit handler meanwhile. Register ours again, so that it
         # runs before the world's: queued work needs the world.
@@ -303,7 +309,7 @@ class Session:
         self._crew.tell(do="join")
         return joined(instruction, place.variables(0))
 
-    def _started(self) -> Engine:
+    def _started_engine(self) -> Engine:
         self.start()
         assert self.engine is not None
         return self.engine
@@ -324,14 +330,14 @@ class Session:
             else:
                 future.set_result(result)
 
-    def _later(self, work: Callable[[], Any]) -> Future[Any]:
+    def _enqueue(self, work: Callable[[], Any]) -> Future[Any]:
         if self.over or self._failed:
             raise SessionError(self.over or self._failed)
         future: Future[Any] = Future()
         self._work.put((work, future))
         return future
 
-    def _done(self, do: str, what: Any, local_call: Callable[[Engine], Any]) -> Any:
+    def _run_on_all_devices(self, do: str, what: Any, local_call: Callable[[Engine], Any]) -> Any:
         """Execute an order on all devices, and return this device's result."""
         assert self._crew is not None
         assert self.engine is not None
@@ -380,10 +386,10 @@ class Session:
                 self._thread.join(_TICK_SECONDS)
         if self._crew is not None:
             self._crew.tell(do="end", why=self.over or self._failed or failed)
-            left = self._left_the_world()
+            left = self._close_world()
             self._crew.close()
             if not left:  # our thread waits in a collective for devices that are gone only now
-                self._left_the_world()
+                self._close_world()
         if self.meeting is not None:
             self.meeting.close()
         for handler in self._log:
@@ -391,7 +397,7 @@ class Session:
             handler.close()
         self._over = self._over or "the session has ended"
 
-    def _left_the_world(self) -> bool:
+    def _close_world(self) -> bool:
         """Close the world, so that another session can start in this process.
 
         Return False, without closing it, if our thread is still at work in it.

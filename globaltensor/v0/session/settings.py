@@ -98,7 +98,7 @@ def setting(function: Callable[P, Any]) -> Callable[P, bool]:
     """
 
     @functools.wraps(function)
-    def told(*args: P.args, **kwargs: P.kwargs) -> bool:
+    def warn_if_closed(*args: P.args, **kwargs: P.kwargs) -> bool:
         if settings.closed:
             logger.warning(
                 "%s had no effect, because the session has started already: call it before the "
@@ -109,7 +109,7 @@ def setting(function: Callable[P, Any]) -> Callable[P, bool]:
         function(*args, **kwargs)
         return True
 
-    return told
+    return warn_if_closed
 
 
 def whole(name: str, value: Any, least: int = 1, most: int | None = None) -> int:

@@ -52,7 +52,7 @@ class WorkerPool:
             return
         for line in meeting.lines.values():
             line.send(records=True)
-            theirs = _heard(line, line.peer).get("records") or {}
+            theirs = _receive_answer(line, line.peer).get("records") or {}
             differ = sorted(
                 name for name in {*digests, *theirs} if theirs.get(name) != digests.get(name)
             )
@@ -154,10 +154,10 @@ def follow_master(
     """
     line = meeting.master
     assert line is not None
-    asked = _heard(line, "the master")
+    asked = _receive_answer(line, "the master")
     if "refused" not in asked:
         line.send(records=dict(digests))
-        asked = _heard(line, "the master")
+        asked = _receive_answer(line, "the master")
     if "refused" in asked:
         raise SessionError(str(asked["refused"]))
     place = SessionAddress(layout, *asked["place"])
@@ -177,7 +177,7 @@ def follow_master(
     follow(line, instruction, place.variables(first), workers)
 
 
-def _heard(line: Line, who: str) -> dict[str, Any]:
+def _receive_answer(line: Line, who: str) -> dict[str, Any]:
     """Wait for a machine's answer; its script may not have reached its first job call yet.
 
     Raise SessionError if the machine's script has ended.
