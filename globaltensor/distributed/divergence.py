@@ -402,9 +402,9 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         f"the same value on every rank, but the ranks hold different values for "
         f"{first.purpose}:\n{held}"
         "If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, "
-        "batch_size, placement=placement) in its place, or GlobalBatches(loader, placement) around a loader "
-        "with flow.utils.data.DistributedSampler. If each rank has its own rows, x.to_global("
-        "placement, sbp=flow.sbp.split(0)) joins them. If all ranks should hold the same "
+        "batch_size, placement=placement) in its place, or GlobalBatches(loader, placement) around "
+        "a loader with flow.utils.data.DistributedSampler. If each rank has its own rows, "
+        "x.to_global(placement, sbp=flow.sbp.split(0)) joins them. If all should hold the same "
         "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
         "torch.manual_seed with one number on every rank makes all ranks draw the same"
     )

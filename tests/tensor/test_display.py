@@ -204,9 +204,7 @@ def test_a_tensor_is_shown_in_a_notebook_without_its_values() -> None:
 
 @pytest.mark.parametrize("draw", [flow.visualize_sharding, flow.sharding_svg])
 def test_a_plain_tensor_is_refused(draw: object) -> None:
-    with pytest.raises(
-        TypeError, match=r"draws a global tensor or a Spec, not Tensor: .*flow\.tensor"
-    ):
+    with pytest.raises(TypeError, match=r"draws a global tensor .* not Tensor: .*flow\.tensor"):
         draw(torch.ones(2))  # type: ignore[operator]
 
 
