@@ -181,7 +181,7 @@ class ProcessWorld(World):
             records |= self.neighbours.last_words(record)
         if set(records) < set(range(self.size)):
             with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
-                records |= self._records(record)
+                self._add_records(records)
         if text := differs_at_end(self.rank, records):
             raise DivergenceError(text)
         if self.neighbours is not None and not failed:
@@ -204,18 +204,24 @@ class ProcessWorld(World):
                     f"ended. End every rank by its last line or by sys.exit"
                 )
 
-    def _records(self, record: bytes) -> dict[int, bytes]:
-        """Write this rank's record to the store; return the records that the store has."""
+    def _add_records(self, records: dict[int, bytes]) -> None:
+        """Write this rank's record to the store, and add those of the ranks that have ended.
+
+        A rank with the records of all neighbours writes none to the store, so this rank also reads
+        what its neighbours publish meanwhile.
+        """
         self.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
-        self.store.set(f"{_ENDED}/{self.rank}", record)
+        self.store.set(f"{_ENDED}/{self.rank}", records[self.rank])
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         until = time.monotonic() + (_LINGER_SECONDS if serves else 0.0)
         while True:
-            ended_ranks = [
-                r for r in range(self.size) if r == self.rank or self.store.check([f"{_ENDED}/{r}"])
-            ]
-            if len(ended_ranks) == self.size or time.monotonic() > until:
-                return {r: self.store.get(f"{_ENDED}/{r}") for r in ended_ranks}
+            if self.neighbours is not None:
+                records |= self.neighbours.records_at_end()
+            for r in set(range(self.size)) - set(records):
+                if self.store.check([f"{_ENDED}/{r}"]):
+                    records[r] = self.store.get(f"{_ENDED}/{r}")
+            if len(records) == self.size or time.monotonic() > until:
+                return
             time.sleep(0.01)
 
     def close(self) -> None:

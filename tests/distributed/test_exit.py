@@ -3,11 +3,17 @@ Python's lock after the interpreter has gone."""
 
 from __future__ import annotations
 
+import importlib
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from support.forked import forked
+
+import globaltensor as flow
 
 SCRIPT = """
 import atexit, sys, weakref
@@ -69,3 +75,19 @@ def test_no_process_group_outlives_the_world(tmp_path: Path) -> None:
 def test_a_group_that_the_program_still_holds_does_no_harm(tmp_path: Path) -> None:
     done = launched(tmp_path, HELD)
     assert done.returncode == 0, done.stderr
+
+
+def end_after(seconds: float) -> None:
+    """Run an operation on two ranks, and end on rank 1 so much later."""
+    world_module = importlib.import_module("globaltensor.distributed.world")
+    world_module._LINGER_SECONDS = 600.0  # type: ignore[attr-defined]
+    x = flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+    x.to_global(sbp=flow.sbp.broadcast)
+    time.sleep(seconds * int(os.environ["RANK"]))
+
+
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_rank_does_not_wait_for_one_that_has_ended(shared: str) -> None:
+    """Rank 0 waits for the record of rank 1, which ends shortly after it: not all of 600 s."""
+    codes, said = forked(2, end_after, 0.2, variables={"GLOBALTENSOR_SHARED_MEMORY": shared})
+    assert codes == [0, 0], said

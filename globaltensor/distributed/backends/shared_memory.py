@@ -225,6 +225,7 @@ class SharedMemoryPeers:
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
         self._arrived: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
         self._reports = 0  # this rank's reports that were sent
+        self._records: dict[int, bytes] = {}  # of ranks that have ended
         self._unwanted: set[tuple[int, int, int]] = set()
         self._lock = threading.RLock()
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -397,13 +398,16 @@ class SharedMemoryPeers:
         This function does not wait.
         """
         self._publish_to_all(_LAST_WORDS, 0, data)
+        return self.records_at_end()
+
+    def records_at_end(self) -> dict[int, bytes]:
+        """Return the records of the ranks that have ended.
+
+        This function does not wait.
+        """
         with self._lock:
             self._read_all_notes()
-        return {
-            rank: self.read(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
-            for rank in self._peers
-            if (rank, _LAST_WORDS, 0) in self._arrived
-        }
+        return {rank: data for rank in self._peers if (data := self._record_of(rank))}
 
     def last_words_of(self, rank: int) -> bytes:
         """Return the record that a rank has left at its end, or empty bytes.
@@ -411,19 +415,19 @@ class SharedMemoryPeers:
         Notes that a peer sent before it closed its connection are read first.
         """
         self._read_last_notes(rank)
-        if (rank, _LAST_WORDS, 0) not in self._arrived:
-            return b""
-        return self.read(rank, _LAST_WORDS, 0, None, lambda: 0.0).data.numpy().tobytes()
+        return self._record_of(rank)
+
+    def _record_of(self, rank: int) -> bytes:
+        if (rank, _LAST_WORDS, 0) in self._arrived:
+            block = self.read(rank, _LAST_WORDS, 0, None, lambda: 0.0)
+            self._records[rank] = block.data.numpy().tobytes()
+        return self._records.get(rank, b"")
 
     def left_silently(self) -> set[int]:
         """Return the ranks that have closed their connection and have left no record."""
         for rank in list(self._peers):
             self._read_last_notes(rank)
-        return {
-            rank
-            for rank, peer in self._peers.items()
-            if peer.left and (rank, _LAST_WORDS, 0) not in self._arrived
-        }
+        return {r for r, peer in self._peers.items() if peer.left and not self._record_of(r)}
 
     def _read_last_notes(self, rank: int) -> None:
         """Read the notes that a peer sent before it closed its connection."""
