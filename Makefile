@@ -18,6 +18,8 @@ STAMP := $(VENV)/.ready
 SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --numprocesses $(WORKERS) --dist loadgroup)
 SOURCES := globaltensor tests examples benchmarks docs/site
 export OMP_NUM_THREADS ?= 1
+# Bytecode is saved also where python is told to write none: each pytest process takes 8 s to compile the tests.
+check test test-extended test-slow test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help venv install-mpi train check test test-extended test-slow test-gpu lint types stubs docs docs-serve coverage bench clean
@@ -42,7 +44,7 @@ check: lint types  ## lint, types, and a sample of the tests that start no proce
 	$(BIN)/python -m pytest --check $(SIDE_BY_SIDE) $(ARGS)
 
 test: $(STAMP)  ## the tests: of long sweeps one case in a few, see test-extended
-	@# once, rather than by each process that a test starts, where python is told to write no bytecode
+	@# once, rather than by each worker
 	@$(BIN)/python -m compileall -q globaltensor tests
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 

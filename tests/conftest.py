@@ -124,11 +124,14 @@ def with_processes(item: pytest.Item, known: dict[Any, bool]) -> bool:
 
 
 def extend(items: list[pytest.Item]) -> None:
-    """Mark the cases of each sweep that ``make test`` leaves out as extended."""
+    """Mark the cases of each sweep that ``make test`` leaves out as extended. Of each kind of case,
+    the first one stays."""
     seen: dict[Any, int] = {}
     for item in items:
         if (sweep := item.get_closest_marker("sweep")) is not None:
             of = getattr(item, "function", item.nodeid)
+            if "kind" in sweep.kwargs:
+                of = of, sweep.kwargs["kind"](*item.callspec.params.values())  # type: ignore[attr-defined]
             number = seen[of] = seen.get(of, -1) + 1
             if number % sweep.args[0]:
                 item.add_marker(pytest.mark.extended)
@@ -137,6 +140,7 @@ def extend(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()  # the collector ignores the modules, which are most of its work
+    gc.set_threshold(50_000)  # and it runs seldom: by default it takes a tenth of the time
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
@@ -153,6 +157,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(
                 pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}")
             )
+
+
+CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures start threads or processes
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Run a test without processes on one core. Simulated ranks are threads, which hand Python's
+    lock to each other at every operation: between cores that takes longer than the operation."""
+    if CORES:
+        many = item.get_closest_marker("xdist_group") is not None
+        os.sched_setaffinity(0, CORES if many else {CORES[WORKER % len(CORES)]})
 
 
 def starts_processes(function: Any, known: dict[Any, bool]) -> bool:

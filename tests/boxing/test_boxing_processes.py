@@ -14,6 +14,7 @@ import warnings
 import pytest
 import torch
 from support.paths import PYTHONPATH
+from support.warm_python import warm_python
 
 from globaltensor.distributed.backends.shared_memory import VARIABLE, host
 
@@ -66,7 +67,7 @@ def test_processes(shared: str, tmp_path: pathlib.Path) -> None:
         with log.open("w") as file:
             ranks.append(
                 subprocess.Popen(
-                    [sys.executable, __file__, str(r), str(tmp_path / "meeting")],
+                    [warm_python(), __file__, str(r), str(tmp_path / "meeting")],
                     env=env,
                     stdout=file,
                     stderr=subprocess.STDOUT,

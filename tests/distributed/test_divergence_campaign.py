@@ -82,6 +82,9 @@ def over_mpi(numbers: range, graph: bool) -> list[tuple[int, str]]:
 
 
 @needs_mpi
-def test_on_mpi() -> None:
+@pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_on_mpi(rounds: int) -> None:
+    """In each round every kind of step is the odd one of a program."""
     for graph in (False, True):
-        assert run_by_mpi(2, over_mpi, range(22), graph, timeout=120.0) == [[], []]
+        numbers = range(rounds * len(KINDS))
+        assert run_by_mpi(2, over_mpi, numbers, graph, timeout=120.0) == [[], []]

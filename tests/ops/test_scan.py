@@ -89,8 +89,12 @@ def name(row: tuple[Any, ...]) -> str:
     )
 
 
+def function_of(row: tuple[Any, ...]) -> str:
+    return getattr(row[0], "func", row[0]).__name__
+
+
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(9, kind=function_of)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, kwargs = (
         (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
@@ -101,7 +105,7 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(9, kind=function_of)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     # else the exchange would not pay off for so few elements
     with use_cluster(Cluster(launch=0.0, latency=0.0)):

@@ -55,15 +55,7 @@ bounds = st.one_of(st.none(), st.integers(-9, 9))
 slices = st.builds(slice, bounds, bounds, st.one_of(st.none(), st.integers(1, 3)))
 
 
-@given(
-    rows=slices,
-    columns=slices,
-    sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)),
-    where=st.sampled_from(sorted(LAYOUTS)),
-    data=st.data(),
-)
-@settings(max_examples=120)
-def test_slices(
+def check_slices(
     rows: slice, columns: slice, sizes: tuple[int, int], where: tuple[int, ...], data: Any
 ) -> None:
     same(
@@ -74,14 +66,29 @@ def test_slices(
     )
 
 
-@given(
-    cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    dim=st.integers(0, 1),
+sliced = given(
+    rows=slices,
+    columns=slices,
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 9)),
     where=st.sampled_from(sorted(LAYOUTS)),
     data=st.data(),
 )
-@settings(max_examples=120)
-def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> None:
+
+
+@sliced
+@settings(max_examples=60)
+def test_slices(**case: Any) -> None:
+    check_slices(**case)
+
+
+@pytest.mark.extended
+@sliced
+@settings(max_examples=300)
+def test_many_slices(**case: Any) -> None:
+    check_slices(**case)
+
+
+def check_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> None:
     shape = [3, 3]
     shape[dim] = sum(cuts)
     kind = data.draw(st.sampled_from(["sizes", "chunk", "tensor_split", "narrow"]))
@@ -92,6 +99,27 @@ def test_split(cuts: list[int], dim: int, where: tuple[int, ...], data: Any) -> 
         "narrow": lambda x: [x.narrow(dim, sum(cuts[:i]), n) for i, n in enumerate(cuts)],
     }
     same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*shape), functions[kind])
+
+
+cut = given(
+    cuts=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    dim=st.integers(0, 1),
+    where=st.sampled_from(sorted(LAYOUTS)),
+    data=st.data(),
+)
+
+
+@cut
+@settings(max_examples=60)
+def test_split(**case: Any) -> None:
+    check_split(**case)
+
+
+@pytest.mark.extended
+@cut
+@settings(max_examples=300)
+def test_many_splits(**case: Any) -> None:
+    check_split(**case)
 
 
 @given(

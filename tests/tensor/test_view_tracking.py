@@ -163,13 +163,7 @@ class Played(flow.nn.Graph):
         return tuple(played(x * 1, self.program))
 
 
-@given(
-    program=steps.map(lambda program: [s for s in program if s[2] != "normal"]),
-    sbp=st.sampled_from([B, S(0), S(1)]),
-)
-@example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
-@settings(max_examples=80)
-def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
+def check_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
     want = played(values(4, 3), program)
 
     def on_ranks() -> None:
@@ -178,6 +172,26 @@ def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> 
             torch.testing.assert_close(torch.from_numpy(mine.numpy()), plain)
 
     simulate(2, on_ranks)
+
+
+in_graphs = given(
+    program=steps.map(lambda program: [s for s in program if s[2] != "normal"]),
+    sbp=st.sampled_from([B, S(0), S(1)]),
+)
+
+
+@in_graphs
+@example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
+@settings(max_examples=40)
+def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
+    check_in_a_graph(program, sbp)
+
+
+@pytest.mark.extended
+@in_graphs
+@settings(max_examples=200)
+def test_many_programs_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
+    check_in_a_graph(program, sbp)
 
 
 def test_an_optimizers_step_shows_in_views() -> None:
