@@ -194,7 +194,7 @@ def recv(
 
 def _meta_device() -> torch.device:
     """Return the device of a message about a message: the cpu, if the group can send from it."""
-    config = str(torch_dist.get_backend_config(start().carrier and torch_dist.group.WORLD))
+    config = str(torch_dist.get_backend_config(start().process_group and torch_dist.group.WORLD))
     return (
         torch.device("cpu")
         if config != "nccl" and ("cpu" in config or ":" not in config)

@@ -72,13 +72,13 @@ class ProcessWorld(World):
         self.backends: dict[str, str] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.store: Any = None  # the store of the rendezvous
-        self.carrier: dist.ProcessGroup | None = None  # the group of all ranks
+        self.process_group: dist.ProcessGroup | None = None  # of all ranks
         self.forked = False  # True in a child that os.fork has made of this rank
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
-            self.carrier = _carrier_group()
+            self.process_group = _group_of_all_ranks()
             self.store = torch_private.default_store() if size > 1 else None
-            self.backend = str(dist.get_backend_config(self.carrier))
+            self.backend = str(dist.get_backend_config(self.process_group))
             self.backends = dict(
                 pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo")
             )
@@ -91,8 +91,8 @@ class ProcessWorld(World):
         """Return the seconds that a rank waits for other ranks."""
         return (
             timeout().total_seconds()
-            if self.carrier is None
-            else torch_private.timeout_of(self.carrier).total_seconds()
+            if self.process_group is None
+            else torch_private.timeout_of(self.process_group).total_seconds()
         )
 
     def leave_to_parent(self) -> None:
@@ -100,7 +100,7 @@ class ProcessWorld(World):
         self.forked = True
         self._comms.clear()
         # Not closed: the connections belong to the parent.
-        self.store = self.neighbours = self.carrier = None
+        self.store = self.neighbours = self.process_group = None
         self.owned = False
 
     def _connect(self, ranks: tuple[int, ...]) -> Communicator:
@@ -120,17 +120,22 @@ class ProcessWorld(World):
         native = self.backends.get(device.type, "mpi") != "mpi"
         return (NativeChannel if native else SharedChannel)(self, source, target, device)
 
+    def require_process_group(self) -> dist.ProcessGroup:
+        """Return the group of all ranks. Raise WorldError if there is no process group any more."""
+        if self.process_group is None:
+            raise WorldError(
+                f"rank {self.rank} of {self.size} has no process group (any more): it was "
+                f"destroyed, or the world was closed"
+            )
+        return self.process_group
+
     def pair(self, source: int, target: int, device: torch.device) -> dist.ProcessGroup:
         """Return a torch group for messages in one direction between two ranks.
 
         The group uses the device's own backend. Raise WorldError if there is no process group any
         more.
         """
-        if self.carrier is None:
-            raise WorldError(
-                f"rank {self.rank} of {self.size} has no process group (any more): it was "
-                f"destroyed, or the world was closed"
-            )
+        self.require_process_group()
         name = f"globaltensor_{device.type}_from_{source}_to_{target}"
         return torch_private.new_group(
             sorted((source, target)), self.rank, name, self.backends[device.type], timeout()
@@ -144,14 +149,10 @@ class ProcessWorld(World):
         """
         process_group = self._groups.get(ranks)
         if process_group is None:
-            if self.carrier is None:
-                raise WorldError(
-                    f"rank {self.rank} of {self.size} has no process group (any more): it was "
-                    f"destroyed, or the world was closed"
-                )
+            everyone = self.require_process_group()
             name = "globaltensor_" + "_".join(map(str, ranks))
             process_group = (
-                self.carrier
+                everyone
                 if len(ranks) == self.size
                 else torch_private.new_group(ranks, self.rank, name, self.backend, timeout())
             )
@@ -236,13 +237,13 @@ class ProcessWorld(World):
             self.neighbours = None
         # A remaining reference would keep gloo's threads alive until interpreter exit. A thread
         # that then asks for the GIL aborts the process.
-        self.carrier = None
+        self.process_group = None
         if self.owned and dist.is_initialized():
             self.owned = False
             dist.destroy_process_group()
 
 
-def _carrier_group() -> dist.ProcessGroup:
+def _group_of_all_ranks() -> dist.ProcessGroup:
     """Return the group of all ranks, or a second one if the user's group cannot move CPU tensors.
 
     The latter is the case with NCCL alone. All ranks call this function at first use.

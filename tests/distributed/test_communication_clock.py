@@ -110,7 +110,7 @@ def test_clocks_that_overlap_leave_nothing_wrapped() -> None:
 
 
 def a_channel_opened_in_a_measured_step() -> list[float]:
-    """Open a channel while the clock of rank 0 alone runs: both ends use the same carrier."""
+    """Open a channel while the clock of rank 0 alone runs: both ends use the same transport."""
     here, clock = world(), CommunicationClock()
     if here.rank == 0:
         clock.start()

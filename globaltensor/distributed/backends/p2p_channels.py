@@ -96,21 +96,13 @@ class MessageChannel(Channel):
         self._mpi = "mpi" in world.backend
         self._thread: Background | None = None
 
-    @property
-    def _carrier(self) -> dist.ProcessGroup:
-        process_group = self.world.carrier
-        if process_group is None:
-            raise WorldError(
-                f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
-                f"was destroyed, or the world was closed"
-            )
-        return process_group
-
     def _send(self, data: Tensor) -> Message:
         send_buffer = data if self._mpi else data.cpu()
         try:
             message = _WorkMessage(
-                self, self._carrier.send([send_buffer], self.target, _TAG), send_buffer
+                self,
+                self.world.require_process_group().send([send_buffer], self.target, _TAG),
+                send_buffer,
             )
         except RuntimeError as error:
             raise _message_error(self, error) from error
@@ -125,7 +117,9 @@ class MessageChannel(Channel):
         recv_buffer = data if straight else torch.empty(data.shape, dtype=data.dtype)
         try:
             message = _WorkMessage(
-                self, self._carrier.recv([recv_buffer], self.source, _TAG), recv_buffer
+                self,
+                self.world.require_process_group().recv([recv_buffer], self.source, _TAG),
+                recv_buffer,
             )
         except RuntimeError as error:
             raise _message_error(self, error) from error

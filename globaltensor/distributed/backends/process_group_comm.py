@@ -97,17 +97,6 @@ class P2PCommunicator(Communicator):
             else super()._swap_async(sends, recvs, device)
         )
 
-    @property
-    def carrier(self) -> dist.ProcessGroup:
-        """The group of all ranks."""
-        process_group = self.world.carrier
-        if process_group is None:
-            raise WorldError(
-                f"rank {self.world.rank} of {self.world.size} has no process group (any more): it "
-                f"was destroyed, or the world was closed"
-            )
-        return process_group
-
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
         # The device has no backend of its own.
         host = {i: torch.empty(r.shape, dtype=r.dtype) for i, r in recvs.items()}
@@ -163,10 +152,10 @@ class _Messages:
         recvs: Mapping[int, Tensor],
         tag: int,
     ) -> None:
-        self._comm, carrier, ranks = comm, comm.carrier, comm.ranks
+        self._comm, group, ranks = comm, comm.world.require_process_group(), comm.ranks
         try:
-            self._works = [carrier.recv([t], ranks[i], tag) for i, t in recvs.items()]
-            self._works += [carrier.send([t], ranks[i], tag) for i, t in sends.items()]
+            self._works = [group.recv([t], ranks[i], tag) for i, t in recvs.items()]
+            self._works += [group.send([t], ranks[i], tag) for i, t in sends.items()]
         except RuntimeError as error:
             raise comm.broken("an exchange", error) from error
 
