@@ -107,7 +107,7 @@ def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
         whole_programs = "end_to_end" in item.path.parts
-        left_out = any(map(item.get_closest_marker, ("extended", "slow", "gpu")))
+        left_out = any(map(item.get_closest_marker, ("long", "extended", "slow", "gpu")))
         if not whole_programs and not left_out and not with_processes(item, known):
             cases.setdefault(getattr(item, "function", item.nodeid), []).append(item)
     items[:] = [of[len(of) // 2] for of in cases.values()]

@@ -121,6 +121,7 @@ def test_every_room_has_its_layer() -> None:
     )
 
 
+@pytest.mark.long
 def test_imports_go_down_only() -> None:
     wrong = []
     for path in FILES:

@@ -209,6 +209,7 @@ def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(
     assert "data parallel" in plan.alternatives
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "width", "rows"),
     [

@@ -154,12 +154,14 @@ def line(n: int) -> Callable[[], flow.placement]:
     return lambda: flow.placement("cpu", np.arange(n))
 
 
+@pytest.mark.long
 def test_a_plan_on_one_mesh(tmp_path: Path) -> None:
     plan = searched(2, only((2,)))
     plan.save(tmp_path / "plan.json")
     carried(flow.auto.load_plan(tmp_path / "plan.json"), 2, line(2))
 
 
+@pytest.mark.long
 def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one() -> None:
     with torch.device("meta"):
         model = GPT(4, WIDTH, 2, WORDS, TIME, False).double()
@@ -170,6 +172,7 @@ def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one() -> None:
     carried(plan, 4, lambda: flow.placement("cpu", np.arange(4).reshape(2, 2)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
 def test_a_plan_in_stages_and_micro_batches(tied: bool) -> None:
     plan = searched(4, only((2,), 2, 4, schedules=("1f1b",)), tied=tied)
@@ -195,6 +198,7 @@ def _names(plan: Plan, stage: dict[str, Any]) -> list[str]:
     return names[names.index(first) : names.index(last) + 1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-h1", "zb-v"])
 @pytest.mark.sweep(3)
 def test_a_plan_with_a_schedule(schedule: str) -> None:
@@ -205,6 +209,7 @@ def test_a_plan_with_a_schedule(schedule: str) -> None:
     carried(plan, 2, line(2))
 
 
+@pytest.mark.long
 def test_what_a_plan_recomputes_and_shares_is_taken() -> None:
     free = searched(2, only((2,), 1, 2))
     tight = searched(2, only((2,), 1, 2), memory=int(free.memory * 0.55))

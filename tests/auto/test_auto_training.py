@@ -148,6 +148,7 @@ def same(name: str, model: nn.Module, losses: list[Any]) -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
 @pytest.mark.sweep(3)
 def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], cluster: str) -> None:
@@ -272,6 +273,7 @@ def test_another_graph_takes_the_parameters_as_they_lie() -> None:
     simulate(2, run)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings",
     [
@@ -378,6 +380,7 @@ def test_recurrent_layers_know_their_weights_after_a_capture() -> None:
     simulate(2, run)
 
 
+@pytest.mark.long
 def test_a_model_with_experts() -> None:
     """A model with experts trains by its plan. Which tokens go to which experts depends on values,
     but the tokens' layout does not."""

@@ -32,6 +32,7 @@ def all_looks(dual: Dual) -> float:
     return dual.value
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share", [0.25, 0.45, 0.7])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sweep(3)
@@ -67,6 +68,7 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
     assert 0 < search.bound <= best.cost
 
 
+@pytest.mark.long
 def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
     """The bound is close where recomputation is the price of memory. In a column of equal layers on
     one device, the fewest layers that make the plan fit are recomputed. The bound is a little below
@@ -88,6 +90,7 @@ def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
         search_pipelines(of, 16, DGX, 1, Options(memory=limit // 20), space)
 
 
+@pytest.mark.long
 def test_a_bound_without_a_limit_is_the_even_part() -> None:
     search = PipelineSearch(Batches(gpt(4), 16), DGX, 4, Options(), SearchSpace())
     settings = list(search._settings())

@@ -256,6 +256,7 @@ def test_a_graphs_calls_keep_what_its_models_calls_keep() -> None:
 # ------------------------------------------------------------------------------------ under a limit
 
 
+@pytest.mark.long
 def test_little_memory_lets_go_of_what_was_gathered() -> None:
     calls = calls_of_model(stack(64, 8), (torch.empty(1 << 14, 64).double(),))
     where = Placement("cpu", np.arange(8))
@@ -284,6 +285,7 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
     assert not kept.feasible, "with copies kept nothing fits"
 
 
+@pytest.mark.long
 def test_of_both_ways_to_fit_the_cheaper_one_is_taken() -> None:
     calls = calls_of_model(stack(64, 4), (torch.empty(1 << 12, 64).double(),))
     where = Placement("cpu", np.arange(4))
@@ -322,6 +324,7 @@ def test_ways_that_are_compared_may_let_go_too() -> None:
 # ------------------------------------------------------------------------------------ applied plans
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "stages", "schedule"), [((2,), 2, "1f1b"), ((2,), 2, "zb-h1"), ((4,), 1, "1f1b")]
 )

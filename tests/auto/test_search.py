@@ -323,6 +323,7 @@ class Normed(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.long
 def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> None:
     """A model with batch statistics is not run in micro-batches, because the statistics and the
     loss would differ."""
@@ -620,6 +621,7 @@ def test_a_transformer_within_a_node_with_a_small_batch_goes_by_tensors() -> Non
     assert plan.optimal
 
 
+@pytest.mark.long
 def test_little_memory_leads_to_shares_and_recomputation() -> None:
     of, roomy = gpt(4, width=512), Options(memory=10**12)
     free = search_pipelines(of, 64, DGX, 8, roomy, only((8,), recompute=False))
@@ -641,6 +643,7 @@ def test_little_memory_leads_to_shares_and_recomputation() -> None:
     assert len(shared) > 12, "and kept in shares"
 
 
+@pytest.mark.long
 def test_a_slow_network_between_nodes_leads_to_stages() -> None:
     slow = Cluster(
         node_size=4,
@@ -665,6 +668,7 @@ def test_a_slow_network_between_nodes_leads_to_stages() -> None:
 # ---------------------------------------------------------------- bounds, errors, repeated searches
 
 
+@pytest.mark.long
 def test_the_same_plan_twice_and_bounds_hold() -> None:
     of, space = gpt(3), SearchSpace(micro_batches=[1, 4])
     one, two = (search_pipelines(of, 16, DGX, 4, Options(), space) for _ in range(2))
@@ -687,6 +691,7 @@ def test_the_same_plan_twice_and_bounds_hold() -> None:
     }
 
 
+@pytest.mark.long
 def test_too_little_memory_says_what_would_do() -> None:
     space = SearchSpace(stages=[1, 2], micro_batches=[4], axes=1)
     with pytest.raises(PlanError, match=r"the minimum that was found is (\d+) bytes") as error:
@@ -757,6 +762,7 @@ def test_a_step_on_a_clock() -> None:
     assert {e["name"] for e in line.trace()["traceEvents"] if e["ph"] == "X"} >= {"0F0", "3B7"}
 
 
+@pytest.mark.long
 def test_a_plan_is_foretold_for_other_clusters() -> None:
     of = gpt(4, width=1024, heads=8)
     for space in (only((2, 2)), only((2,), 2, 4)):

@@ -356,6 +356,7 @@ def test_elimination_is_exact_and_tells_its_width() -> None:
     assert narrow.left
 
 
+@pytest.mark.long
 def test_deep_networks_are_solved_exactly() -> None:
     """Networks of 2,400 nodes with 16 strategies in a series-parallel graph are solved exactly,
     without and with a memory limit."""

@@ -234,12 +234,14 @@ def differentiate(full: torch.Tensor, src: Spec, dst: Spec) -> None:
     )
 
 
+@pytest.mark.long
 def test_gradients_on_a_grid() -> None:
     full = value((5, 3)) / 10
     for src, dst in pairs_of(full, GRID, GRID, [B, P, S(0), S(1)]):
         differentiate(full, src, dst)
 
 
+@pytest.mark.long
 def test_gradients_between_placements() -> None:
     for full, src, dst in drawn(random.Random(5), 100):
         differentiate(full / 10, src, dst)

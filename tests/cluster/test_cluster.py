@@ -84,6 +84,7 @@ presets = st.builds(lambda name: Cluster.preset(name), st.sampled_from(list(PRES
 clusters = st.one_of(constants(), tables(), presets)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(
     clusters,
@@ -105,6 +106,7 @@ def test_more_bytes_take_no_less(
     )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(
     clusters,
@@ -129,6 +131,7 @@ def test_more_ranks_take_no_less(
             assert c.seconds(kind, n, spread(p)) <= c.seconds(kind, n, spread(p + more)) * SLACK
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(
     clusters,
@@ -153,6 +156,7 @@ def test_halves_of_an_all_reduce(
         assert whole == pytest.approx(scatter + gather)
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(clusters, st.sampled_from([*COLLECTIVES, "send"]), sizes, st.integers(2, 8))
 def test_between_nodes_nothing_is_quicker_than_within_one(
@@ -163,6 +167,7 @@ def test_between_nodes_nothing_is_quicker_than_within_one(
         assert within <= c.seconds(kind, n, range(0, p * c.node_size, c.node_size)) * SLACK
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(
     clusters,
@@ -217,6 +222,7 @@ def test_a_detour_never_pays(c: Cluster, ranks: list[object], data: st.DataObjec
         )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=200)
 @given(
     clusters,

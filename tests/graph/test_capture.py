@@ -328,6 +328,7 @@ def family_on_ranks(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["data", "tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sweep(3)

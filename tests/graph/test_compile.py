@@ -79,6 +79,7 @@ def calls(graph: Any) -> list[Any]:
     return [module.get_submodule(n.target) for n in module.graph.nodes if n.op == "call_module"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_layers_are_compiled_once_and_numbers_stay(
     backend: str, monkeypatch: pytest.MonkeyPatch
@@ -189,6 +190,7 @@ def trained(backend: str | None) -> tuple[list[float], nn.Module, Any]:
     return quietly(graph, x), model, graph
 
 
+@pytest.mark.long
 def test_random_numbers_and_states_stay_outside() -> None:
     losses, model, _ = trained(None)
     got, compile, graph = trained("aot_eager")

@@ -504,6 +504,7 @@ def test_spread_over_ranks(way: str, name: str) -> None:
     check(name, FLAT[way](name))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "name"), tiers(PIPED))
 @pytest.mark.sweep(3)
 def test_in_stages(way: str, name: str) -> None:

@@ -933,6 +933,7 @@ def test_decoders_train_as_they_do_eagerly(
     simulate(ranks, body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
 @pytest.mark.sweep(3)

@@ -417,6 +417,7 @@ def test_ranks_move_data_again_in_one_order(kind: str) -> None:
         assert losses == pytest.approx(want, rel=1e-9)
 
 
+@pytest.mark.long
 def test_ranks_with_parts_of_unlike_size_choose_alike() -> None:
     want = reference(3)
     (losses, chosen), *others = simulate(2, gpt, "data", 3, 80_000)
@@ -462,6 +463,7 @@ def test_the_estimate_is_what_is_measured() -> None:
     ) == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.long
 def test_limits_are_kept_and_numbers_stay() -> None:
     graph, rows, free = big(None)
     want = [graph(rows).item() for _ in range(3)]

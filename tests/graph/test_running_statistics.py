@@ -44,6 +44,7 @@ NORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 def test_statistics_are_kept(norm: Any) -> None:
     plain = model_of(norm())

@@ -121,6 +121,7 @@ def test_set() -> None:
     simulate(2, body, timeout=20.0)
 
 
+@pytest.mark.long
 def test_weight_norm_runs_where_its_operands_lie() -> None:
     v = values(5, 4, 3)
     for dim, g in (

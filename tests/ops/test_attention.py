@@ -166,6 +166,7 @@ def test_lengths(grid: tuple[int, ...], method: str) -> None:
                 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.sweep(2)
 def test_two_axes(method: str) -> None:
@@ -308,6 +309,7 @@ def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPa
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("balanced", [512, 1], ids=["as they lie", "dealt"])
 @pytest.mark.parametrize("grid", [(2,), (3,), (2, 2)], ids=str)
 @pytest.mark.sweep(3)
@@ -354,6 +356,7 @@ def test_heads_in_turns(
         )
 
 
+@pytest.mark.long
 def test_drawn_layouts() -> None:
     for method in METHODS:
         with flow.context_parallel(method):
@@ -620,6 +623,7 @@ def kinds(tensors: list[torch.Tensor], n: int, **kwargs: Any) -> set[str]:
     return found[0]  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 def test_what_auto_takes() -> None:
     long = 8192
     assert kinds(qkv((1, 4), long, long, 8), 4) == {"all_to_all"}, "heads divide by the ranks"

@@ -231,6 +231,7 @@ def on_grid(grid: tuple[int, ...], tensors: Operands, layouts: Any) -> None:
     )
 
 
+@pytest.mark.long
 @given(mixtures())
 @settings(max_examples=40, deadline=None)
 def test_any_tokens_to_any_experts(mixture: tuple[tuple[int, ...], Operands, Any]) -> None:

@@ -42,6 +42,7 @@ def same(wanted: Any, layouts: Any, **options: Any) -> None:
     simulate(4, on_ranks, timeout=120.0)
 
 
+@pytest.mark.long
 def test_scores_see_their_batch_entry_and_head() -> None:
     same(
         flex_attention(Q, K, V, score, enable_gqa=True, return_lse=True),
@@ -51,6 +52,7 @@ def test_scores_see_their_batch_entry_and_head() -> None:
     )
 
 
+@pytest.mark.long
 def test_block_masks_are_cut_with_the_heads() -> None:
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & ((q + k + b + h) % 5 != 4),

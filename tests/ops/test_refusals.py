@@ -63,6 +63,7 @@ def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, 
             gather_global_value(result.detach())
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
 @pytest.mark.sweep(4)

@@ -87,6 +87,7 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:], most=40)
 
 
+@pytest.mark.long
 def test_keywords() -> None:
     triangle = x(5, 3, 3).tril() + 3 * torch.eye(3, dtype=torch.float64)
     for run in (check, compare):

@@ -308,6 +308,7 @@ def test_operands_without_gradient() -> None:
     compare(lambda i, t, v: F.gaussian_nll_loss(i, t, v.exp()), x(5), x(5) * 2, x(5) ** 2)
 
 
+@pytest.mark.long
 def test_batch_norm_follows_the_whole_batch() -> None:
     def run(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer = torch.nn.BatchNorm2d(3, dtype=torch.float64)
@@ -345,6 +346,7 @@ def test_fractional_pools_of_given_samples() -> None:
                 )
 
 
+@pytest.mark.long
 def test_attention_of_groups() -> None:
     gqa = partial(A, enable_gqa=True)
     check(A, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2), enable_gqa=True)

@@ -138,6 +138,7 @@ def on_special(functions: list[Any]) -> None:
                 close(full(g), w, f"{f} of {row}")
 
 
+@pytest.mark.long
 def test_nans_infinities_and_equals() -> None:
     functions = [torch.argmax, torch.argmin]
     functions += [

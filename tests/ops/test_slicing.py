@@ -75,6 +75,7 @@ sliced = given(
 )
 
 
+@pytest.mark.long
 @sliced
 @settings(max_examples=60)
 def test_slices(**case: Any) -> None:
@@ -109,6 +110,7 @@ cut = given(
 )
 
 
+@pytest.mark.long
 @cut
 @settings(max_examples=60)
 def test_split(**case: Any) -> None:
@@ -122,6 +124,7 @@ def test_many_splits(**case: Any) -> None:
     check_split(**case)
 
 
+@pytest.mark.long
 @given(
     sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
     dim=st.integers(0, 1),

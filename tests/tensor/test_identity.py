@@ -65,6 +65,7 @@ def told(
     ]
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
 @pytest.mark.sweep(4)

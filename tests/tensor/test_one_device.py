@@ -442,6 +442,7 @@ def gathered(table: nn.Module, ids: Tensor) -> Tensor:
     return torch.gather(table.weight, 0, ids, sparse_grad=table.sparse)  # type: ignore[arg-type, call-overload]
 
 
+@pytest.mark.long
 @on()
 def test_gradients_that_would_be_sparse_are_dense() -> None:
     """The values are those of one device. So are the steps of optimizers that accept both kinds of

@@ -124,6 +124,7 @@ def wrong_in_graphs() -> list[tuple[str, str]]:
     return wrong
 
 
+@pytest.mark.long
 def test_in_a_graph() -> None:
     assert simulate(2, wrong_in_graphs) == [[], []]
 

@@ -89,6 +89,7 @@ def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
     return tensors + read
 
 
+@pytest.mark.long
 @given(
     program=steps,
     shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]),
@@ -132,6 +133,7 @@ gradual = steps.map(
 )
 
 
+@pytest.mark.long
 @given(program=gradual, sbp=st.sampled_from([B, S(0), S(1)]))
 @settings(max_examples=80)
 def test_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: Any) -> None:
@@ -180,6 +182,7 @@ in_graphs = given(
 )
 
 
+@pytest.mark.long
 @in_graphs
 @example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
 @settings(max_examples=40)

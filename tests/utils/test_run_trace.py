@@ -139,6 +139,7 @@ sys.exit(int(sys.argv[-1]))
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("as_module", "n"), [(False, 2), (True, 1)])
 def test_the_command_traces_a_script_on_all_ranks(
     as_module: bool,
@@ -164,6 +165,7 @@ def test_the_command_traces_a_script_on_all_ranks(
     assert boxings == expected
 
 
+@pytest.mark.long
 def test_the_command_ends_as_the_script_does(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
