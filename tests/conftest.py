@@ -102,7 +102,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
     """Leave the sample of --check in ``items``: one case of each test without processes.
 
-    The tests of whole programs, in end_to_end, are left out too.
+    The tests of whole programs, in end_to_end, and those marked `long` are left out too.
     """
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:

@@ -57,11 +57,11 @@ _WHOLE = (
 )
 
 
-class _WarnedState(threading.local):
+class _TracingState(threading.local):
     met = False  # True if the function that this thread traces has met an object of these classes
 
 
-_told = _WarnedState()
+_tracing = _TracingState()
 _warned = [False]
 #: Functions of the user that met global tensors which were not visible in their variables.
 _meeting: WeakSet[CodeType] = WeakSet()
@@ -75,7 +75,7 @@ def forget() -> None:
 def _must_not_trace(value: Any) -> bool:
     """Return True if the compiler, about to trace code that uses ``value``, must not do so."""
     if issubclass(type(value), tuple(LEFT_ALONE)):
-        _told.met = True
+        _tracing.met = True
         return True
     return False
 
@@ -95,7 +95,7 @@ def _met_global_tensor(code: CodeType) -> bool:
 
     It is remembered if it is the user's own: torch's functions serve other code too.
     """
-    met, _told.met = _told.met, False
+    met, _tracing.met = _tracing.met, False
     if met and is_user_code(code):
         _meeting.add(code)
     return met

@@ -138,7 +138,7 @@ class _SimulatedComm(Communicator):
 
     def __init__(self, world: SimulatedWorld, ranks: tuple[int, ...]) -> None:
         super().__init__(world, ranks)
-        self._meeting = world.hall.meeting(ranks)
+        self._meeting = world.simulation.meeting(ranks)
         self._turn = 0
         self._announced = False  # True if the next meeting is the first of a collective
 
@@ -160,11 +160,11 @@ class _SimulatedComm(Communicator):
         meeting, self._turn = self._meeting, 1 - self._turn
         slots = meeting.slots[self._turn]
         slots[self.index] = value
-        if not meeting.wait(self.world.hall.timeout):
-            gone = {r: how for r, how in self.world.hall.gone.items() if r in self.ranks}
+        if not meeting.wait(self.world.simulation.timeout):
+            gone = {r: how for r, how in self.world.simulation.gone.items() if r in self.ranks}
             why = (
                 ", ".join(f"rank {r} has {how}" for r, how in gone.items())
-                or f"one of them did not join within {self.world.hall.timeout:g} s"
+                or f"one of them did not join within {self.world.simulation.timeout:g} s"
             )
             raise WorldError(
                 f"rank {self.world.rank} waited in a collective among ranks {list(self.ranks)}, "
@@ -212,13 +212,13 @@ class _ExpectedMessage(Message):
     def wait(self) -> None:
         if self._through:
             return
-        source, hall = self._channel.source, self._channel.world.hall
-        letter = self._channel.mailbox.take(self._number, hall.timeout)
+        source, simulation = self._channel.source, self._channel.world.simulation
+        letter = self._channel.mailbox.take(self._number, simulation.timeout)
         if letter is None:
             why = (
-                f"it has {hall.gone[source]}"
-                if source in hall.gone
-                else f"no message arrived within {hall.timeout:g} s"
+                f"it has {simulation.gone[source]}"
+                if source in simulation.gone
+                else f"no message arrived within {simulation.timeout:g} s"
             )
             raise WorldError(
                 f"rank {self._channel.target} waited for a message from rank {source}, but {why}"
@@ -237,7 +237,7 @@ class _SimulatedChannel(Channel):
 
     def __init__(self, world: SimulatedWorld, source: int, target: int) -> None:
         super().__init__(world, source, target)
-        self.mailbox = world.hall.mailbox(source, target)
+        self.mailbox = world.simulation.mailbox(source, target)
 
     def _send(self, data: Tensor) -> _SentMessage:
         self.mailbox.put(data.clone())
@@ -253,10 +253,10 @@ class SimulatedWorld(World):
     ``devices`` replaces device types that this machine lacks: ``{"cuda": "cpu"}``.
     """
 
-    def __init__(self, rank: int, hall: _SimulationState, devices: Mapping[str, str]) -> None:
-        super().__init__(rank, hall.size, rank, 1)
-        self.compares = hall.size > 1
-        self.hall, self.devices = hall, devices
+    def __init__(self, rank: int, simulation: _SimulationState, devices: Mapping[str, str]) -> None:
+        super().__init__(rank, simulation.size, rank, 1)
+        self.compares = simulation.size > 1
+        self.simulation, self.devices = simulation, devices
 
     def device(self, type: str) -> torch.device:
         stand_in = self.devices.get(type)
@@ -286,13 +286,13 @@ def simulate(
     >>> simulate(2, lambda: world().rank)
     [0, 1]
     """
-    hall = _SimulationState(n, timeout)
+    simulation = _SimulationState(n, timeout)
     results: list[Any] = [None] * n
     errors: list[tuple[int, BaseException]] = []
     grad, context = torch.is_grad_enabled(), contextvars.copy_context()
 
     def run(rank: int) -> None:
-        set_world(SimulatedWorld(rank, hall, devices or {}))
+        set_world(SimulatedWorld(rank, simulation, devices or {}))
         torch.set_grad_enabled(grad)
         # On a GPU the backward passes of all ranks would run in one thread, which belongs to none
         # of the ranks.
@@ -303,7 +303,7 @@ def simulate(
         except BaseException as error:  # the caller's thread raises any error again
             errors.append((rank, error))
             how = f"failed with {type(error).__name__}"
-        hall.leave(rank, how)
+        simulation.leave(rank, how)
 
     threads = [
         threading.Thread(

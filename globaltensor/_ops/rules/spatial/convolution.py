@@ -81,21 +81,21 @@ def _conv(space: int, transposed: bool) -> None:
             )
         lead: Dims = ("n",) if x.ndim == space + 2 else ()
         at = len(lead)
-        room = _space_dims(op, x, at + 1)
+        space_dims = _space_dims(op, x, at + 1)
         if groups == 1:
             kernel: Dims = ("i", "o") if transposed else ("o", "i")
             product(
                 op,
-                [(*lead, "i", *room), (*kernel, *[None] * space)],
+                [(*lead, "i", *space_dims), (*kernel, *[None] * space)],
                 [x, weight],
-                (*lead, "o", *room),
+                (*lead, "o", *space_dims),
             )
             if bias is not None:
                 op.set(bias, ("o",))
                 op.addends = frozenset([bias.index])
                 op.linear = [g | {bias.index} for g in op.linear]
         else:
-            _describe_grouped(op, call, lead, room, transposed)
+            _describe_grouped(op, call, lead, space_dims, transposed)
         windows = {at + 1 + k: _window(call, at + 1 + k, k, space) for k in range(space)}
         lopsided = call["padding"] == "same" and any(
             2 * w.left != w.dilation * (w.kernel - 1) for w in windows.values()
@@ -113,9 +113,9 @@ def _space_dims(op: OpDescription, x: Arg, first: int) -> Dims:
 
     A dim that is split may stay so, at the price of a halo.
     """
-    room: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
-    op.exchanges = {f for f in room if f is not None}
-    return room
+    space_dims: Dims = tuple(d if x.is_split(d) else None for d in range(first, x.ndim))
+    op.exchanges = {f for f in space_dims if f is not None}
+    return space_dims
 
 
 def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
@@ -138,16 +138,16 @@ def _window(call: dict[str, Any], d: int, k: int, space: int) -> Window:
 
 
 def _describe_grouped(
-    op: OpDescription, call: dict[str, Any], lead: Dims, room: Dims, transposed: bool
+    op: OpDescription, call: dict[str, Any], lead: Dims, space_dims: Dims, transposed: bool
 ) -> None:
     """Describe a grouped convolution.
 
     A split may separate groups of channels, but not cut the dims of one group.
     """
     x, weight, bias, groups = call["input"], call["weight"], call["bias"], call["groups"]
-    op.set(x, (*lead, "g", *room))
+    op.set(x, (*lead, "g", *space_dims))
     op.set(weight, ("g", *[None] * (weight.ndim - 1)))
-    op.out = [(*lead, "g", *room)]
+    op.out = [(*lead, "g", *space_dims)]
     outputs = weight.shape[1] if transposed else weight.shape[0] // groups
     op.scale = {
         (x.index, len(lead)): x.shape[len(lead)] // groups,
@@ -330,10 +330,10 @@ def _unpool(
     op.set(indices, dims)
     op.out = [dims]
     # The size may include batch and channels, which differ for a local tensor.
-    room = None if output_size is None else list(output_size)[-space:]
+    spatial_size = None if output_size is None else list(output_size)[-space:]
     op.local = lambda split: (
         lambda input, indices, *args, **kwargs: op.function(
-            input, indices, kernel_size, stride, padding, room
+            input, indices, kernel_size, stride, padding, spatial_size
         )
     )
     op.local = skip_when_empty(op)
