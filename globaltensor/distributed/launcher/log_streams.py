@@ -254,7 +254,9 @@ class Pump:
     def _drop(self, stream: Stream) -> None:
         if stream.ours >= 0 and stream.ours in self._selector.get_map():
             self._drain()
-            self._selector.unregister(stream.ours)
+            # where the rank has closed its end meanwhile, reading to the end has unregistered it
+            if stream.ours in self._selector.get_map():
+                self._selector.unregister(stream.ours)
         stream.close()
 
     def _end(self) -> None:
