@@ -8,6 +8,7 @@ over the rounds. Ratios are medians of the rounds' own ratios.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch import Tensor
+from turns import turns
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [
@@ -225,24 +227,31 @@ def interleave(
 
     A contender that neither waits nor communicates is better timed by ``time.process_time``,
     because other processes of the machine then don't count.
+
+    Where against.py runs the benchmark twice at once, the runs take turns block by block, and have
+    the rounds that it asks for.
     """
+    pair = turns()
+    turn = pair.turn if pair is not None else contextlib.nullcontext
     together = (
         dist.barrier
         if dist.is_initialized() and dist.get_backend() in ("gloo", "mpi")
         else lambda: None
     )
-    for call in contenders.values():
-        for _ in range(warm_up):
-            call()
-    if calls is None:
-        calls = max(
-            1, int(0.02 / max(_block(call, 20, together, clock) for call in contenders.values()))
-        )
+    with turn():
+        for call in contenders.values():
+            for _ in range(warm_up):
+                call()
+        if calls is None:
+            longest = max(_block(call, 20, together, clock) for call in contenders.values())
+            calls = max(1, int(0.02 / longest))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     names = list(contenders)
     gc.collect()
     gc.freeze()
-    if least and rounds > QUICK_ROUNDS:
+    if pair is not None:
+        rounds = pair.rounds
+    elif least and rounds > QUICK_ROUNDS:
         rounds = max(
             rounds,
             int(
@@ -259,10 +268,15 @@ def interleave(
         )
     for i in range(rounds):
         for name in names[i % len(names) :] + names[: i % len(names)]:
-            for _ in range(again):
-                contenders[name]()
-            seconds[name].append(_block(contenders[name], calls, together, clock))
+            with turn():
+                # the caches have the other run's data
+                for _ in range(max(again, pair is not None)):
+                    contenders[name]()
+                seconds[name].append(_block(contenders[name], calls, together, clock))
     gc.unfreeze()
+    if pair is not None:
+        with turn():  # neither goes on before the other has ended
+            pair.write(seconds)
     return seconds
 
 

@@ -1,0 +1,120 @@
+"""Compare this tree with a commit: run a benchmark on both at once, in turn block by block.
+
+    python benchmarks/against.py HEAD~1 data_parallel --rounds 15 --only "4 x"
+
+Two runs one after the other differ by the machine's pace, which is often more than what a change
+costs. Here each block of calls has the same block of the other tree beside it, and the report has
+the median over the rounds of their ratio, with its quartiles. A ratio above 1 means that this tree
+is slower. Both runs take their benchmarks from this tree and the library from their own, so a
+benchmark that names a module which the commit lacks does not run. Processes may lie differently in
+memory: where a ratio of the contenders that are not ours is as far from 1, the figures don't tell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from common import LIMIT, ROOT, end, end_by_signal, table
+from turns import FOLDER, ROUNDS, RUN
+
+HERE = Path(__file__).resolve().parent
+
+
+def started(
+    tree: Path, run: str, folder: Path, chosen: argparse.Namespace
+) -> subprocess.Popen[str]:
+    """Start the benchmark of a tree, as run "A" or "B"."""
+    environment = {
+        FOLDER: str(folder),
+        RUN: run,
+        ROUNDS: str(chosen.rounds),
+        "PYTHONPATH": str(tree),
+    }
+    with (folder / f"{run}.out").open("w") as output:
+        return subprocess.Popen(
+            [
+                sys.executable,
+                str(tree / "benchmarks" / f"{chosen.benchmark}.py"),
+                "--json",
+                *chosen.rest,
+            ],
+            cwd=tree,
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+
+def wait(runs: list[subprocess.Popen[str]], folder: Path) -> None:
+    """Wait for both runs. If one fails, end the other, and exit with what it said."""
+    until = time.monotonic() + LIMIT
+    try:
+        while not any(run.poll() for run in runs) and None in [run.poll() for run in runs]:
+            if time.monotonic() > until:
+                sys.exit(f"no end after {LIMIT:.0f} s")
+            time.sleep(0.2)
+    finally:
+        for run in runs:
+            if run.poll() is None:
+                end(run, group=True)
+    for name, run in zip("AB", runs, strict=True):
+        if run.returncode > 0:  # the other one has been ended by a signal
+            sys.exit((folder / f"{name}.out").read_text()[-4000:])
+    if not (folder / "A.jsonl").exists():
+        sys.exit("this benchmark has no contenders that `common.interleave` times in turn")
+
+
+def ratios(folder: Path) -> list[dict[str, object]]:
+    """Return a row for each comparison: the ratios of this tree's seconds to the commit's."""
+    lines = (folder / "A.out").read_text().splitlines()
+    cases = [str(json.loads(line)["case"]) for line in lines if line.startswith("{")]
+    before, now = (
+        [json.loads(line) for line in (folder / f"{run}.jsonl").read_text().splitlines()]
+        for run in "AB"
+    )
+    rows: list[dict[str, object]] = []
+    for i, (a, b) in enumerate(zip(before, now, strict=True)):
+        row: dict[str, object] = {"case": cases[i] if i < len(cases) else str(i), "unit": "ratio"}
+        for contender in a:
+            each = [y / x for x, y in zip(a[contender], b[contender], strict=True)]
+            low, middle, high = statistics.quantiles(each, n=4)
+            row[contender] = f"{middle:.3f} [{low:.2f}, {high:.2f}]"
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("commit", help="what this tree is compared with")
+    parser.add_argument("benchmark", help="the name of a benchmark here that has contenders")
+    parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
+    chosen, chosen.rest = parser.parse_known_args()
+    end_by_signal()
+    folder = Path(tempfile.mkdtemp(prefix="against-"))
+    tree = folder / "tree"
+    git = ["git", "-C", str(ROOT), "worktree"]
+    try:
+        subprocess.run([*git, "add", "--detach", "--quiet", str(tree), chosen.commit], check=True)
+        shutil.copytree(HERE, tree / "benchmarks", dirs_exist_ok=True)
+        wait(
+            [started(each, run, folder, chosen) for each, run in ((tree, "A"), (ROOT, "B"))], folder
+        )
+        print(table(ratios(folder)))
+    finally:
+        subprocess.run([*git, "remove", "--force", str(tree)], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
