@@ -7,9 +7,9 @@ A variable is a number with a number of options. A factor is a table over a few 
 Eliminating a variable joins the tables that contain it, and stores the minimum of each row and its
 position (Bertele & Brioschi, Nonserial Dynamic Programming, 1972).
 
-`solver.eliminate` does the same for another purpose. Its tables join two nodes each, it eliminates
-every node, and it reuses one order for many costs. Here factors have any number of variables, and
-every call finds its own order. Some variables remain, so the result is a table.
+`solver.variable_elimination` does the same for another purpose. Its tables join two nodes each, it
+eliminates every node, and it reuses one order for many costs. Here factors have any number of
+variables, and every call finds its own order. Some variables remain, so the result is a table.
 """
 
 from __future__ import annotations

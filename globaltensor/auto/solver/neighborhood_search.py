@@ -6,7 +6,6 @@ The fixed nodes are drawn at random until the free parts are narrow enough to el
 
 from __future__ import annotations
 
-import heapq
 import math
 
 import numpy as np
@@ -15,7 +14,7 @@ from .flat_arrays import FlatProblem
 from .local_search import LocalSearch
 from .problem import Array
 from .recombine import mix
-from .variable_elimination import Elimination
+from .variable_elimination import Elimination, EliminationGraph
 
 #: The maximum number of table entries in the elimination of the free nodes.
 CAP = 20_000
@@ -51,35 +50,12 @@ class NeighborhoodSearch:
         The result is drawn again at each call.
         """
         around = {i: set(near) for i, near in enumerate(self.around)}
-        limit = math.log(cap)
-        logs = self.logs
-        heap = [(sum(logs[j] for j in near), i) for i, near in around.items()]
-        heapq.heapify(heap)
+        graph = EliminationGraph(around, self.logs, math.log(cap))
         taken = []
-        while around:
-            while heap:
-                size, i = heapq.heappop(heap)
-                near = around.get(i)
-                if near is None:
-                    continue
-                now = sum(logs[j] for j in near)
-                if now > size + 1e-9:
-                    if now <= limit:
-                        heapq.heappush(heap, (now, i))
-                    continue
-                if now > limit:
-                    continue
-                del around[i]
-                taken.append(i)
-                for j in near:
-                    around[j] |= near
-                    around[j] -= {i, j}
-                for j in near:
-                    now = sum(logs[n] for n in around[j])
-                    if now <= limit:
-                        heapq.heappush(heap, (now, j))
+        while True:
+            taken.extend(i for i, _, _ in graph.eliminate())
             if not around:
-                break
+                return taken
             # fix some of the remaining nodes, drawn with a higher probability if they have more
             # neighbours
             left = np.array(sorted(around))
@@ -92,14 +68,7 @@ class NeighborhoodSearch:
                 replace=False,
                 p=weight if weight.all() else None,
             ).tolist():
-                near = around.pop(i)
-                for j in near:
-                    around[j].discard(i)
-                for j in near:
-                    now = sum(logs[n] for n in around[j])
-                    if now <= limit:
-                        heapq.heappush(heap, (now, j))
-        return taken
+                graph.remove(i)
 
     def conditional_costs(self, free: Array) -> Array:
         """Return the costs of free nodes' strategies, edges to the fixed nodes included."""

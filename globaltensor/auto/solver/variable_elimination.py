@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -26,6 +26,58 @@ CAP = 10_000_000
 #: Tables up to this size are summed in one step. Larger ones are summed one strategy of the
 #: eliminated node at a time, which needs less memory.
 WHOLE = 2_000_000
+
+
+class EliminationGraph:
+    """A graph whose nodes are eliminated one after another, the one with the smallest table first.
+
+    The table of a node has an entry for each combination of its neighbours' strategies. The
+    elimination of a node joins its neighbours to each other. A node is only eliminated if the
+    logarithm of the number of its table's entries is at most ``limit``.
+    """
+
+    def __init__(
+        self, around: dict[int, set[int]], logs: Sequence[float] | Mapping[int, float], limit: float
+    ) -> None:
+        self.around, self._logs, self._limit = around, logs, limit
+        self._heap: list[tuple[float, int]] = []
+        self._push(around)
+
+    def eliminate(self) -> Iterator[tuple[int, set[int], float]]:
+        """Eliminate nodes as long as one has a table within the limit.
+
+        Yield each node, its neighbours, and the logarithm of the number of its table's entries.
+        """
+        around, heap, logs = self.around, self._heap, self._logs
+        while heap:
+            size, i = heapq.heappop(heap)
+            near = around.get(i)
+            if near is None:
+                continue
+            now = sum([logs[j] for j in near])
+            if abs(now - size) > 1e-9:  # the neighbours have changed since
+                self._push((i,))
+                continue
+            del around[i]
+            for j in near:
+                around[j] |= near
+                around[j] -= {i, j}
+            self._push(near)
+            yield i, near, now
+
+    def remove(self, i: int) -> None:
+        """Take a node out, without joining its neighbours."""
+        near = self.around.pop(i)
+        for j in near:
+            self.around[j].discard(i)
+        self._push(near)
+
+    def _push(self, nodes: Iterable[int]) -> None:
+        around, heap, logs, limit = self.around, self._heap, self._logs, self._limit
+        for i in nodes:
+            size = sum([logs[j] for j in around[i]])
+            if size <= limit:
+                heapq.heappush(heap, (size, i))
 
 
 class Elimination:
@@ -54,26 +106,8 @@ class Elimination:
         self.order: list[tuple[int, tuple[int, ...]]] = []  # (node, its neighbours at that time)
         self.largest, self.width, self.total, self.work = 0, 0, 0.0, 0.0
         logs = {i: math.log(sizes[i]) for i in around}
-        limit = math.log(cap) + 1e-9
-        heap = [(sum(logs[j] for j in near), i) for i, near in around.items()]
-        heapq.heapify(heap)
-        while heap:
-            size, i = heapq.heappop(heap)
-            near = around.get(i)
-            if near is None:
-                continue
-            now = sum(logs[j] for j in near)
-            if now != size and abs(now - size) > 1e-9:
-                heapq.heappush(heap, (now, i))
-                continue
-            if now > limit:
-                break
-            del around[i]
-            for j in near:
-                around[j] |= near
-                around[j] -= {i, j}
-            for j in near:
-                heapq.heappush(heap, (sum(logs[n] for n in around[j]), j))
+        graph = EliminationGraph(around, logs, math.log(cap) + 1e-9)
+        for i, near, now in graph.eliminate():
             kept = round(math.exp(now))
             self.largest, self.width = max(self.largest, kept), max(self.width, len(near))
             self.total, self.work = self.total + kept, self.work + kept * sizes[i]
