@@ -51,7 +51,7 @@ class NeighborhoodSearch:
         """
         around = {i: set(near) for i, near in enumerate(self.around)}
         graph = EliminationGraph(around, self.logs, math.log(cap))
-        taken = []
+        taken: list[int] = []
         while True:
             taken.extend(i for i, _, _ in graph.eliminate())
             if not around:
