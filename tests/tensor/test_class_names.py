@@ -1,4 +1,4 @@
-"""Tests of the name that users see of the classes of global tensors: there is one, `GlobalTensor`."""
+"""Tests of the one name that users see of the classes of global tensors, `GlobalTensor`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_tensors_and_parameters_show_the_public_name() -> None:
     for t in (x, x + 1, x[1:], model.weight, model(x)):
         assert type(t).__name__ == "GlobalTensor"
         assert isinstance(t, flow.GlobalTensor)
-    with pytest.raises(AttributeError, match="^'GlobalTensor' object has no attribute 'shap'"):
+    with pytest.raises(AttributeError, match=r"^'GlobalTensor' object has no attribute 'shap'"):
         _ = x.shap
 
 
