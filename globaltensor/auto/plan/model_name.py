@@ -1,4 +1,4 @@
-"""What a plan is for, as its report and its page show it: the model, the loss, the optimizer.
+"""The model, loss and optimizer of a plan, which its report and its page show.
 
 `flow.auto.plan` and the searches of graphs and of `parallelize` call it.
 """
