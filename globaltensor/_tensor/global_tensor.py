@@ -6,7 +6,7 @@ The packages above (dispatch, autograd, tensor) add its methods.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -18,6 +18,7 @@ from ..sharding.spec import Spec, StorageSpec
 
 __all__ = ["ORDINARY", "AliasGroup", "GlobalTensor", "SlottedGlobalTensor", "refuse_kernel"]
 
+_PACKAGE: Final = __name__.partition(".")[0] + "."
 _refused: dict[Any, Callable[[Any], None]] = {}
 
 
@@ -42,7 +43,25 @@ class AliasGroup:
         self.viewed = False  # True if one of them is a view of another
 
 
-class GlobalTensor(torch.Tensor):
+class _ClassOfGlobalTensors(type(torch.Tensor)):  # type: ignore[misc]
+    """The metaclass of the classes of global tensors: each shows itself as GlobalTensor.
+
+    There are several for speed alone. Their ``__module__`` and ``__qualname__`` stay as they are,
+    so that pickles find them.
+    """
+
+    def __init__(cls, name: str, bases: Any, namespace: Any) -> None:
+        super().__init__(name, bases, namespace)
+        if namespace["__module__"].startswith(_PACKAGE):
+            cls.__name__ = "GlobalTensor"
+
+    def __repr__(cls) -> str:
+        if not cls.__module__.startswith(_PACKAGE):
+            return type.__repr__(cls)  # a user's subclass
+        return "<class 'globaltensor.GlobalTensor'>"
+
+
+class GlobalTensor(torch.Tensor, metaclass=_ClassOfGlobalTensors):
     """A tensor spread over the ranks of a placement.
 
     ``to_global`` and the creation functions make it; it is never constructed directly.

@@ -57,7 +57,7 @@ class PendingTensor(SlottedGlobalTensor):
     def _local(self) -> torch.Tensor:
         if self._is_pending():
             raise AssertionError(
-                f"the local tensor of this {type(self).__name__} is not up to date, because "
+                f"the local tensor of this {type(self).__qualname__} is not up to date, because "
                 f"reading _local must not communicate: call _materialize() before"
             )
         return _SLOT.__get__(self)  # type: ignore[no-any-return]

@@ -70,8 +70,13 @@ def plan(
     - ``objective``: "time" (seconds a step) or "memory" (the minimum memory, then time).
     - ``mesh``: a placement or its shape, if it is not to be searched.
     - ``seconds``: stop after this time and return the best plan so far.
-    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter (2: Adam).
+    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter. None: 2, as
+      Adam has, for a model (0: SGD; 1: SGD with momentum), and that of its optimizers for a graph.
     - ``kwargs``: keyword arguments of the model.
+
+    The plan of a graph prices its own loss and optimizer. For a model, the loss is what the model
+    itself computes: backward starts from every output, in any layout, and a loss after the model
+    costs nothing. A model in evaluation mode is planned for training too.
 
     All ranks get the same plan from the same arguments, unless ``seconds`` stops the search. In
     that case let all ranks use rank 0's plan.
@@ -102,7 +107,7 @@ def plan(
         and isinstance(model_or_graph, torch.nn.Module)
     ):
         found = _search_full_space(model_or_graph, inputs, cluster, options, left)
-        return named_after(found, model_or_graph)
+        return named_after(found, model_or_graph, options.optimizer_state_ratio)
     calls, where = (
         calls_of(model_or_graph, *inputs, cluster.device),
         where or mesh_of(None, cluster),
@@ -119,7 +124,7 @@ def plan(
     result = search(
         calls, cluster, where, options, left(), recipes_of(model_or_graph, calls, where)
     )
-    return named_after(result.plan, model_or_graph)
+    return named_after(result.plan, model_or_graph, options.optimizer_state_ratio)
 
 
 class _Clock:

@@ -66,7 +66,8 @@ def parallelize(
     - ``"tensor"``: pairs of linear layers are split by their outputs and then by their inputs, and
       vocabularies by their words. Pass the batch as ``broadcast``. The model itself defines these
       layers (``tp_plan`` of Hugging Face models), or its structure does. Adapters of a layer (LoRA)
-      follow it. (Shoeybi et al. 2019, Megatron-LM.)
+      follow it. All else stays replicated, nn.MultiheadAttention and convolutions too. (Shoeybi et
+      al. 2019, Megatron-LM.)
     - ``"sequence"``: like tensor, but activations [batch, time, features] between the pairs are
       split in time. This needs a reduce-scatter and an all-gather in place of each all-reduce, and
       less memory. (Korthikanti et al. 2022.)
@@ -74,8 +75,8 @@ def parallelize(
       Tokens are sent to the ranks of their experts and back, by one all-to-all each way. Pass the
       batch as ``split(0)``. If it is ``broadcast``, each rank computes its experts' share.
       (Lepikhin et al. 2021, GShard.)
-    - ``"hybrid"``, on a placement of two axes: data over the first, tensor over the second. Pass
-      the batch as ``[split(0), broadcast]``.
+    - ``"hybrid"``, on a placement of two axes: a short name of ``["data", "tensor"]``. Pass the
+      batch as ``[split(0), broadcast]``.
     - ``"auto"``: the best plan that a search finds for this model on this placement (`flow.auto`).
       The search uses ``inputs`` (a tuple of example arguments), or the arguments of the first call.
       Pass the batch in any layout.
@@ -345,9 +346,3 @@ PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {
     "sequence": _sequence,
     "expert": _expert,
 }
-
-
-# ------------------------------------------------------------------------- plans that models define
-
-
-# --------------------------------------------------------------- plans from the structure of models

@@ -581,7 +581,10 @@ def test_whose_figures_a_plan_tells(tmp_path: Path) -> None:
                     nn.Linear(64, 64, bias=False), torch.empty(16, 64), cluster, mesh=(2,)
                 )
             ).splitlines()
-        return lines[next(k for k, line in enumerate(lines) if line.startswith("  figures")) :]
+        first = next(k for k, line in enumerate(lines) if line.startswith("  figures"))
+        *figures, assumed = lines[first:]
+        assert assumed.startswith("  assumes    ")
+        return figures
 
     made = Cluster(name="ours", latency=1e-5, size=2)
     assert "\n".join(told(Cluster(size=2))) == f"  figures    of generic: {ASSUMED}"

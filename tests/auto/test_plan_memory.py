@@ -141,7 +141,7 @@ def test_copies_cost_what_was_paid_before_and_take_memory() -> None:
     shares = {f"{2 * k}.weight": ((S(0),),) for k in range(LAYERS)} | {
         f"{2 * k}.bias": ((B,),) for k in range(LAYERS)
     }
-    fixed = {**shares, "input_12": ((S(0),),)}
+    fixed = {**shares, "input_0": ((S(0),),)}
     kept, again = (
         problem_of(stack(), torch.empty(1 << 14, WIDTH).double(), (4,), fixed=fixed, freed=freed)
         for freed in (False, True)
@@ -261,7 +261,7 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
     calls = calls_of_model(stack(64, 8), (torch.empty(1 << 14, 64).double(),))
     where = Placement("cpu", np.arange(8))
     shares = {v.path: ((S(0),),) for v in calls.parameters}
-    options = Options(fixed={**shares, "input_16": ((S(0),),)})
+    options = Options(fixed={**shares, "input_0": ((S(0),),)})
     roomy = search(calls, FAST, where, options, compared=False)
     least = roomy.formulation.least_memory()
     assert least is not None
@@ -311,7 +311,7 @@ def test_of_both_ways_to_fit_the_cheaper_one_is_taken() -> None:
 def test_ways_that_are_compared_may_let_go_too() -> None:
     calls = calls_of_model(stack(64, 8), (torch.empty(1 << 12, 64).double(),))
     f = formulate(calls, FAST, Placement("cpu", np.arange(8)), Options())
-    shares = {v.path: ((S(0),),) for v in calls.parameters} | {"input_16": ((S(0),),)}
+    shares = {v.path: ((S(0),),) for v in calls.parameters} | {"input_0": ((S(0),),)}
     roomy, tight = price_layouts(f, shares), price_layouts(f.under(freed=True), shares)
     assert roomy == tight, "without a limit nothing is let go of"
     limited = price_layouts(f.under(memory=roomy.memory - 1), shares)

@@ -928,9 +928,24 @@ def test_choices_are_sentences_and_the_solver_is_folded_away(tmp_path: Path) -> 
 @needs_browser
 def test_labels_are_the_words_of_the_field(tmp_path: Path) -> None:
     text = looked_at(layered(3), tmp_path)["text"].lower()
-    for word in ("used by", "communication", "parameters and inputs", "boxings", "reset zoom"):
+    for word in (
+        "used by",
+        "communication",
+        "parameters and inputs",
+        "layout changes",
+        "reset zoom",
+    ):
         assert word in text, word
-    for word in ("taken by", "dearest", "given tensors", "whole", "moving", "lies", "as dear"):
+    for word in (
+        "taken by",
+        "dearest",
+        "given tensors",
+        "whole",
+        "moving",
+        "lies",
+        "as dear",
+        "boxing",
+    ):
         assert word not in text, word
 
 

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,6 +25,8 @@ from globaltensor.auto.intra_op.search import SearchResult, search
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Alternative, Plan
 from globaltensor.cluster import Cluster
+from globaltensor.distributed.communicator import record_collectives
+from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PlanError
 
 REPORT = """\
@@ -49,7 +52,7 @@ parameters and their layouts (9, 6.2 KiB a rank)
 inputs and buffers
   input_0    [8, 16]  float32  S(0) B  256 B a rank
 
-most expensive boxings (6, 1.8 ms in total)
+most expensive layout changes (6, 1.8 ms in total)
        tensor                layout            forward     gradient      bytes   total  used by
   3 x  blocks.*.down linear  S(0) P -> S(0) B  all_reduce                512 B  1.5 ms  blocks.* add
   3 x  blocks.*.up.weight    B S(0)                        all_reduce  4.0 KiB  300 us  blocks.*.up linear
@@ -80,7 +83,7 @@ EXPLAINED = """\
 blocks.1.up: 1 call and 1 tensor given; computing 3 ms, communication 100 us a step
 
 blocks.1.up.weight  parameter float32[64, 16]  B S(0), 1.0 KiB a rank
-    boxing  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
+    change  all_reduce of the gradient of blocks.1.up.weight (4.0 KiB, B S(0)): 100 us
     why B S(0)
       B B instead  +1 ms, 3.0 KiB a rank more
 
@@ -569,3 +572,85 @@ def test_a_file_that_is_no_plan_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text('{"version": 1, "cost": 3}')
     with pytest.raises(PlanError, match="a plan of another version; this version is 2"):
         Plan.load(tmp_path / "old.json")
+
+
+def heads(plan: Plan) -> dict[str, str]:
+    """Return the named lines of the head of a report."""
+    return dict(re.findall(r"(?m)^  (\w+) +(.*)$", plan.report().partition("\n\n")[0]))
+
+
+@pytest.mark.parametrize(
+    ("ratio", "optimizer"),
+    [(None, "Adam or another optimizer with 2"), (0.0, "SGD or another optimizer with 0")],
+)
+def test_the_plan_of_a_model_says_which_loss_and_optimizer_it_assumes(
+    ratio: float | None, optimizer: str
+) -> None:
+    x = torch.empty(16, 256)
+    plan = flow.auto.plan(MLP(), x, "dgx-h100", mesh=(2,), optimizer_state_ratio=ratio)
+    said = heads(plan)["assumes"]
+    assert "backward from every output of the model, no loss after it" in said
+    assert f"{optimizer} bytes of state a byte of parameter" in said
+    factor = 2 if ratio is None else ratio
+    assert plan.memory_breakdown["optimizer"] == factor * plan.memory_breakdown["parameters"]
+
+
+def test_the_plan_of_a_graph_assumes_nothing() -> None:
+    class Step(flow.nn.Graph):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = MLP().to_global(flow.placement.all("cpu"), flow.sbp.broadcast)
+            self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            loss = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+    x = torch.ones(16, 256).to_global(flow.placement.all("cpu"), flow.sbp.broadcast)
+    plan = flow.auto.plan(Step(), x, "dgx-h100", mesh=(2,))
+    assert "assumes" not in heads(plan)
+    assert not plan.memory_breakdown.get("optimizer")
+
+
+def test_gradients_that_are_summed_without_need_for_data_have_a_reason() -> None:
+    """Every rank computes all of this small step, and the runtime sums its gradients."""
+    model = nn.Sequential(nn.Linear(8, 2), nn.Softmax(-1))
+    full = flow.auto.plan(model, torch.empty(1, 8), "cpu", mesh=(2,))
+    assert {c.share for c in full.calls} == {1}
+    assert [c.backward_collectives for c in full.changes] == ["all_reduce"] * 2
+    assert "summed also where every rank computes the complete call" in full.report()
+    shared = flow.auto.plan(model, torch.empty(1 << 16, 8), "cpu", mesh=(2,))
+    assert {c.share for c in shared.calls} == {0.5}
+    assert any("all_reduce" in c.backward_collectives for c in shared.changes)
+    assert "complete call" not in shared.report()
+
+
+def test_the_runtime_sums_gradients_of_a_step_that_every_rank_computes() -> None:
+    def body() -> list[str]:
+        model = nn.Linear(8, 2).to_global(flow.placement.all("cpu"), flow.sbp.broadcast)
+        loss: Any = model(torch.ones(4, 8)).square().mean()
+        assert loss.sbp == (flow.sbp.broadcast,)
+        with record_collectives() as collectives:
+            loss.backward()
+        return [t.kind for t in collectives]
+
+    assert simulate(2, body) == [["all_reduce"]] * 2
+
+
+def test_inputs_of_a_model_are_counted_from_zero() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = MLP()
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * scale
+
+    given = (torch.empty(16, 256), torch.empty(16, 1))
+    plan = flow.auto.plan(Two(), given, "dgx-h100", mesh=(2,))
+    placed = {g.name: g.shape for g in plan.placed if g.kind == "input"}
+    assert placed == {"input_0": (16, 256), "input_1": (16, 1)}
+    operands = {o for c in plan.calls for o in c.operands if o.startswith("input_")}
+    assert operands == set(placed)
+    assert "input_1" in plan.explain("input_1")

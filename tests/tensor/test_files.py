@@ -12,6 +12,7 @@ import os
 import pickle
 import pickletools
 import random
+import re
 import resource
 import signal
 import stat
@@ -33,6 +34,7 @@ from globaltensor._base.atomic_file import Replacement, replacing, write_text
 from globaltensor.auto.solver import Problem
 from globaltensor.auto.solver.problem_io import save as save_problem
 from globaltensor.distributed.launch import reserved_port
+from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PartError, ShapeError, WorldError
 from globaltensor.graph import pipeline
 from globaltensor.graph.sharding_plan import PlannedOp, ShardingPlan
@@ -63,6 +65,43 @@ def refused(path: Path, **options: Any) -> str:
 
 
 # ------------------------------------------------------------------- shards are not interchangeable
+
+LOADS = """
+import sys
+import torch
+{}
+try:
+    torch.load(sys.argv[1])
+except Exception as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("imports", "says"),
+    [
+        ("import globaltensor", r"^PartError the saved data holds part \[0:2, 0:3\] .*flow\.save"),
+        (
+            "",
+            r"^UnpicklingError [\s\S]*GLOBAL globaltensor\.rebuild_global_tensor was not",
+        ),
+    ],
+    ids=["with the import", "PyTorch alone"],
+)
+def test_a_program_that_loads_a_shard_as_pytorch_does_by_default(
+    imports: str, says: str, tmp_path: Path
+) -> None:
+    """The import is enough: no weights_only=False. Without it, PyTorch's error names the library,
+    as docs/files.md says."""
+
+    def saves() -> None:
+        x = flow.ones(4, 3, placement=flow.placement.all("cpu"), sbp=S(0))
+        torch.save({"weight": x}, tmp_path / f"{flow.env.get_rank()}.pt")
+
+    simulate(2, saves)
+    command = [sys.executable, "-c", LOADS.format(imports), str(tmp_path / "0.pt")]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
+    assert re.search(says, ran.stdout), ran.stdout
 
 
 def read_by_others(folder: str) -> None:

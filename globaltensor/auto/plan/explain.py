@@ -130,7 +130,7 @@ def _tensor_text(plan: Plan, alike: Sequence[PlacedTensor]) -> str:
         )
     ]
     lines += [
-        f"    boxing  {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
+        f"    change  {text}" for text in _moves([c for c in plan.changes if c.value == g.name])
     ]
     return "\n".join([*lines, *why(plan, g.others, _layout_text(g.layout))])
 

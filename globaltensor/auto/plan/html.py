@@ -19,7 +19,7 @@ from .cost_text import cost_cards, term_name
 from .devices import device_data
 from .formatting import seconds
 from .plan import Plan
-from .report import headline, losses, not_priced, proof
+from .report import headline, losses, not_priced, proof, why_gradients_are_summed
 from .search_text import choice_sentences, search_sentences
 
 __all__ = ["data", "page"]
@@ -70,6 +70,7 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         for name, a in sorted(plan.alternatives.items(), key=lambda item: item[1].cost)
     ]
     rest = [("prices", f"of {plan.cluster}: {plan.source}")] if plan.source else []
+    rest += [("assumes", plan.assumed)] if plan.assumed else []
     rest += [("lost", text) for text in losses(plan)]
     rest += choice_rows(plan)
     internals = [
@@ -88,6 +89,7 @@ def data(plan: Plan, trace: Mapping[str, Any] | None = None) -> dict[str, Any]:
         "cards": cost_cards(plan),
         "terms": {name: term_name(name) for name in plan.cost_breakdown},
         "not_priced": not_priced(plan),
+        "summed": why_gradients_are_summed(plan),
         "chosen": choice_sentences(plan),
         "searched": search_sentences(plan),
         "rest": rest,

@@ -195,6 +195,8 @@ class Plan:
     source: str = ""  # the origin of the cluster's figures (`Cluster.origin`)
     # the name of the model, such as the name of its class; empty if it is not known
     model: str = field(default="", compare=False)
+    # the loss and the optimizer that the search has assumed; empty if the graph has its own
+    assumed: str = field(default="", compare=False)
 
     @property
     def gap(self) -> float:

@@ -28,6 +28,7 @@ __all__ = [
     "proof",
     "report",
     "summary",
+    "why_gradients_are_summed",
 ]
 
 _MAX_ROWS: Final = 12  # the maximum number of rows of a table in a report
@@ -118,6 +119,8 @@ def _head(plan: Plan) -> list[str]:
     if plan.source:
         first, *more = f"of {plan.cluster}: {plan.source}".split(". ")
         rows += [("figures", first), *(("", text) for text in more)]
+    if plan.assumed:
+        rows.append(("assumes", plan.assumed))
     rows += [("lost", text) for text in losses(plan)]
     return [headline(plan), *table(rows)]
 
@@ -321,10 +324,27 @@ def _changes(plan: Plan) -> list[str]:
         )
     total = sum(c.forward + c.backward for c in plan.changes)
     return [
-        f"most expensive boxings ({len(plan.changes)}, {seconds(total)} in total)",
+        f"most expensive layout changes ({len(plan.changes)}, {seconds(total)} in total)",
         *table(rows, right=(0, 5, 6)),
         *_omitted_rows_line(len(every)),
+        *([f"  {text}"] if (text := why_gradients_are_summed(plan)) else []),
     ]
+
+
+def why_gradients_are_summed(plan: Plan) -> str:
+    """Return why gradients of calls that each rank computes in full are summed, if there are any.
+
+    >>> why_gradients_are_summed(Plan("generic", (2,), 2.0, 1.5, 2.0, 0, None, True, (), (), ()))
+    ''
+    """
+    full = {c.name for c in plan.calls if c.share >= 1}
+    if not any(c.backward and c.src == c.dst and full.issuperset(c.takers) for c in plan.changes):
+        return ""
+    return (
+        "the gradient of a replicated tensor is a partial sum, so it is summed also where every "
+        "rank computes the complete call (backward from a replicated loss starts on one rank, "
+        "with zeros on the others)"
+    )
 
 
 def _calls(plan: Plan) -> list[str]:

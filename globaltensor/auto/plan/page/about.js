@@ -1,5 +1,5 @@
 "use strict";
-// The explanation of the selected row: its tensors, its boxings, its drawing, and the price of other layouts.
+// The explanation of the selected row: its tensors, its layout changes, its drawing, and the price of other layouts.
 
 class About {
   constructor(plan, index) {
@@ -26,7 +26,7 @@ class About {
       el("dl", {}, el("dt", {}, "computes"), el("dd", {}, share), el("dt", {}, "forward"), el("dd", {}, seconds(c.forward)),
         el("dt", {}, "backward"), el("dd", {}, seconds(c.backward)), c.moving ? [el("dt", {}, "its own communication"), el("dd", {}, seconds(c.moving))] : []),
       el("h3", {}, "inputs"), el("ul", {}, inputs.length ? inputs : el("li", {}, "nothing")),
-      el("h3", {}, "outputs"), el("ul", {}, outputs), ...this.boxings("boxings before it", before), ...this.boxings("boxings after it", after),
+      el("h3", {}, "outputs"), el("ul", {}, outputs), ...this.changes("layout changes before it", before), ...this.changes("layout changes after it", after),
       ...this.others(c.others, c.results, c.shapes),
       ...(c.results.length ? this.drawing(c.shapes[0], c.results[0], "", page.devices.groupOfCall(c.at)) : []),
     ];
@@ -74,15 +74,15 @@ class About {
     ];
   }
 
-  /** The most expensive boxings of a module; equal ones share a line. */
+  /** The most expensive layout changes of a module; equal ones share a line. */
   mostExpensive(changes) {
     const groups = alike(changes, (c) => [pattern(moved(c)), c.src, c.dst, c.bytes].join("|")).sort((a, b) => sum(b.all, moving) - sum(a.all, moving));
     const line = ({ first, all }) => el("li", {}, all.length > 1 ? `${all.length} × ${pattern(first.value)}: ` : "", moved(first), " ", change(first, shapeOf(this.index, first.value)), ` ${bytes(first.bytes)}: `,
       el("span.extra", {}, seconds(sum(all, moving))));
-    return groups.length ? [el("h3", {}, "most expensive boxings"), el("ul", {}, groups.slice(0, 8).map(line))] : [];
+    return groups.length ? [el("h3", {}, "most expensive layout changes"), el("ul", {}, groups.slice(0, 8).map(line))] : [];
   }
 
-  boxings(title, changes) {
+  changes(title, changes) {
     if (!changes.length) return [];
     const lines = changes.map((c) => el("li", {}, moved(c), " ", change(c, shapeOf(this.index, c.value)), ` ${bytes(c.bytes)}: `, el("span.extra", {}, [c.forward, c.backward].filter(Boolean).map(seconds).join(" + "))));
     return [el("h3", {}, title), el("ul", {}, lines)];

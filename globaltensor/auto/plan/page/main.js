@@ -20,6 +20,7 @@ const page = {};
   at("spent").append(...spentBar(plan, texts.terms), texts.stages.length ? el("p.note", {}, "Of all stages together.") : "");
   if (plan.alternatives.length) at("bars").append(...alternativeBars(plan));
   at("not-priced").textContent = texts.not_priced ? `${texts.not_priced[0].toUpperCase()}${texts.not_priced.slice(1)}.` : "";
+  at("changes-note").textContent = texts.summed ? `${texts.summed[0].toUpperCase()}${texts.summed.slice(1)}.` : "";
   at("others").hidden = !plan.alternatives.length && !texts.not_priced;
   page.about = new About(plan, index);
   page.tree = new Tree(plan, index, (node) => page.about.explain(node));

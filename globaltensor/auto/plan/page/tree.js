@@ -11,7 +11,7 @@ class Tree {
     this.box.style.setProperty("--layout-width", `${Math.max(110, 40 + 82 * plan.mesh.length)}px`);  // two layouts and an arrow
     this.most = Math.max(1e-12, ...plan.calls.map(busy), ...plan.changes.map(moving));
     for (const child of this.root.children) if (child.kind === "module") this.openFirst(child);
-    document.getElementById("head").append(...[["call"], ["layout", "of the outputs"], ["bytes", "what one rank holds of the outputs; of a boxing, the global tensor"], ["computing", "forward and backward"],
+    document.getElementById("head").append(...[["call"], ["layout", "of the outputs"], ["bytes", "what one rank holds of the outputs; of a layout change, the global tensor"], ["computing", "forward and backward"],
       ["communication", "forward and backward"]].map(([t, title]) => el("div", { role: "columnheader", title }, t)));
     this.box.addEventListener("scroll", () => this.paint());
     this.box.addEventListener("keydown", (e) => this.key(e));
