@@ -47,19 +47,32 @@ def relay_state(p: torch.Tensor, known: State) -> None:
 
 
 def _box_state_value(p: torch.Tensor, value: Any, key: Any) -> Any:
-    """Box a value of a parameter's state: each tensor of the parameter's shape.
+    """Box a value of a parameter's state to where the parameter is.
 
-    The result has the layout of the stepped tensor. Counts of steps remain the same."""
+    Each tensor of the parameter's shape gets the layout of the stepped tensor. Tensors of other
+    shapes (sums over rows, flat gradients) become broadcast, if they are not on the parameter's
+    placement yet. Counts of steps remain the same."""
     if type(value) is dict:
         return {k: _box_state_value(p, v, k) for k, v in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_box_state_value(p, v, key) for v in value)
-    if isinstance(value, torch.Tensor) and key != "step" and value.shape == p.shape:
-        if isinstance(p, GlobalTensor):
+    if not isinstance(value, torch.Tensor) or key == "step":
+        return value
+    if isinstance(p, GlobalTensor):
+        if value.shape == p.shape:
             return state_beside(p, stepped(p), value)
-        if isinstance(value, GlobalTensor):  # the state of a parameter that is plain on each rank
-            everyone = Placement(value.placement.type, list(range(world().size)))
-            return (
-                value.detach().to_global(placement=everyone, sbp=broadcast).to_local().to(p.device)
-            )  # type: ignore[attr-defined]
+        if _is_elsewhere(p, value):
+            sbp = [broadcast] * len(p._spec.layout)
+            return value.detach().to_global(placement=p.placement, sbp=sbp)  # type: ignore[attr-defined]
+    elif isinstance(value, GlobalTensor):  # the state of a parameter that is plain on each rank
+        everyone = Placement(value.placement.type, list(range(world().size)))
+        whole = value.detach().to_global(placement=everyone, sbp=broadcast)  # type: ignore[attr-defined]
+        return whole.to_local().to(p.device)
     return value
+
+
+def _is_elsewhere(p: GlobalTensor, value: torch.Tensor) -> bool:
+    """Return True if a value must move: a global one, or a full plain one, but not a count."""
+    if isinstance(value, GlobalTensor):
+        return value._spec.placement != p._spec.placement
+    return value.ndim > 0
