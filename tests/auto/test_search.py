@@ -507,7 +507,7 @@ def exposed_at(rows: int) -> bool:
 
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_bounds_stay_bounds_where_tables_are_too_wide(
     monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool
 ) -> None:
@@ -670,7 +670,7 @@ def test_a_slow_network_between_nodes_leads_to_stages() -> None:
 
 @pytest.mark.long
 def test_the_same_plan_twice_and_bounds_hold() -> None:
-    of, space = gpt(3), SearchSpace(micro_batches=[1, 4])
+    of, space = gpt(2), SearchSpace(micro_batches=[1, 4])
     one, two = (search_pipelines(of, 16, DGX, 4, Options(), space) for _ in range(2))
     for plan in (one, two):
         plan.search.clear()

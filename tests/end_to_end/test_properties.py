@@ -399,7 +399,7 @@ def check_program(case: Any) -> None:
     simulate(n, on_rank, tensors, texts, ranks, layouts, boxes, want, timeout=10.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(spread_programs())
 def test_programs_equal_plain_torch(case: Any) -> None:
     check_program(case)
