@@ -119,7 +119,7 @@ def travel(t: torch.Tensor, c: torch.Tensor, stops: list[tuple[list[Any], list[A
     close(read(x.grad), c, "the gradient")
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(moves())
 def test_boxing_keeps_values_and_gradients(case: Any) -> None:
     n, shape, stops = case
