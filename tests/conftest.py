@@ -131,7 +131,7 @@ def extend(items: list[pytest.Item]) -> None:
         if (sweep := item.get_closest_marker("sweep")) is not None:
             of = getattr(item, "function", item.nodeid)
             if "kind" in sweep.kwargs:
-                of = of, sweep.kwargs["kind"](*item.callspec.params.values())  # type: ignore[attr-defined]
+                of = of, sweep.kwargs["kind"](**item.callspec.params)  # type: ignore[attr-defined]
             number = seen[of] = seen.get(of, -1) + 1
             if number % sweep.args[0]:
                 item.add_marker(pytest.mark.extended)

@@ -235,8 +235,9 @@ def test_the_module_of_a_hidden_attribute_has_it(name: str) -> None:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_file_says_what_it_holds(path: Path) -> None:
-    text = path.read_text()
-    assert not text.strip() or ast.get_docstring(ast.parse(text)), (
+    module = nodes(path)[0]
+    assert isinstance(module, ast.Module)
+    assert not module.body or ast.get_docstring(module), (
         f"{path.name} doesn't say what it is: it needs a docstring"
     )
 

@@ -169,7 +169,7 @@ def _autocast(name: str, dtype: torch.dtype, grid: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(5)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -336,6 +336,7 @@ def scaled(table: Any, make: Any, clip: bool) -> list[list[float]]:
 @pytest.mark.parametrize("clip", [False, True], ids=["as it comes", "clipped"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("mode", list(TABLES))
+@pytest.mark.sweep(5)
 def test_grad_scaler(mode: str, name: str, clip: bool) -> None:
     found = simulate(2, scaled, TABLES[mode], OPTIMIZERS[name], clip, timeout=20.0)
     assert found[0] == found[1]

@@ -230,7 +230,7 @@ def test_no_mesh_has_a_plan_that_is_better(name: str, width: int, rows: int) -> 
                 nn.GELU(),
                 nn.Linear(4 * width, width),
             )
-            for _ in range(3)
+            for _ in range(2)
         ]
         model, x = nn.Sequential(*layers), torch.empty(rows, width)
     cluster = Cluster.preset(name).with_size(8)

@@ -43,11 +43,17 @@ def drawn(seed: int, limit: int | None) -> tuple[tuple[Problem, Problem], list[i
     return both, order
 
 
+def limited(seed: int) -> bool:
+    """Return True if the problems of a seed have a limit of memory."""
+    return seed % 2 == 1
+
+
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.sweep(2, kind=limited)
 def test_it_is_the_best_of_all_there_are(seed: int) -> None:
     """The relinked choice is the best for any number of calls taken from the first end. The other
     nodes take the strategies that suit the weight at which the two ends cost the same."""
-    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    both, order = drawn(seed, limit=12 if limited(seed) else None)
     sizes = [len(c) for c in both[0].costs]
     every = [
         c for c in itertools.product(*map(range, sizes)) if np.isfinite(float(both[0].evaluate(c)))
@@ -79,10 +85,11 @@ def test_it_is_the_best_of_all_there_are(seed: int) -> None:
 
 @pytest.mark.parametrize("how", ["program", "parts", "weights"])
 @pytest.mark.parametrize("seed", range(100))
+@pytest.mark.sweep(4, kind=lambda seed, how: (how, limited(seed)))
 def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
     """The minimum of the larger cost is found and proven against all choices, by an integer program
     and by branch and bound. Weights alone give a valid bound."""
-    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    both, order = drawn(seed, limit=12 if limited(seed) else None)
     first = solve(both[0])
     every = [
         c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)
@@ -111,10 +118,11 @@ def test_the_least_larger_cost_is_found_and_proven(seed: int, how: str) -> None:
 
 @pytest.mark.parametrize("share", [0.5, 1.0, 1.5])
 @pytest.mark.parametrize("seed", range(40))
+@pytest.mark.sweep(2, kind=lambda seed, share: (share, limited(seed)))
 def test_only_what_costs_less_is_looked_for(seed: int, share: float) -> None:
     """`MinimaxSolver` and `solve` return the best choice if it costs less than the given value.
     Otherwise they return a bound of that value."""
-    both, order = drawn(seed, limit=12 if seed % 2 else None)
+    both, order = drawn(seed, limit=12 if limited(seed) else None)
     every = [
         c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)
     ]
@@ -146,10 +154,11 @@ def test_it_ends_where_it_may_solve_no_more(program: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
+@pytest.mark.sweep(2, kind=limited)
 def test_what_a_pair_leaves_out_is_no_loss_for_either(seed: int) -> None:
     """A joint presolve keeps the minimum cost of both problems, and of every weighting between
     them."""
-    both, _ = drawn(seed, limit=12 if seed % 2 else None)
+    both, _ = drawn(seed, limit=12 if limited(seed) else None)
     every = [
         c for c in itertools.product(*(range(len(c)) for c in both[0].costs)) if both[0].fits(c)
     ]

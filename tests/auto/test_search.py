@@ -507,7 +507,7 @@ def exposed_at(rows: int) -> bool:
 
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_bounds_stay_bounds_where_tables_are_too_wide(
     monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool
 ) -> None:
@@ -764,7 +764,7 @@ def test_a_step_on_a_clock() -> None:
 
 @pytest.mark.long
 def test_a_plan_is_foretold_for_other_clusters() -> None:
-    of = gpt(4, width=1024, heads=8)
+    of = gpt(2, width=1024, heads=8)
     for space in (only((2, 2)), only((2,), 2, 4)):
         plan = search_pipelines(of, 16, DGX, 4, Options(), space)
         rows = 16 // plan.choices["micro_batches"]

@@ -91,7 +91,7 @@ def with_values(given: Any, values: dict[int, Any]) -> Any:
 
 @pytest.mark.parametrize("grid", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_candidates_are_what_runs(name: str, grid: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     made, inputs = MODELS[name][0]().double(), MODELS[name][1]()

@@ -119,7 +119,7 @@ def travel(t: torch.Tensor, c: torch.Tensor, stops: list[tuple[list[Any], list[A
     close(read(x.grad), c, "the gradient")
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(moves())
 def test_boxing_keeps_values_and_gradients(case: Any) -> None:
     n, shape, stops = case
@@ -399,7 +399,7 @@ def check_program(case: Any) -> None:
     simulate(n, on_rank, tensors, texts, ranks, layouts, boxes, want, timeout=10.0)
 
 
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(spread_programs())
 def test_programs_equal_plain_torch(case: Any) -> None:
     check_program(case)

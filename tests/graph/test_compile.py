@@ -139,7 +139,7 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
 
 @pytest.mark.parametrize("kind", ["data", "tensor"])
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_collectives_stay_between_the_parts(kind: str, marked: bool) -> None:
     want = reference()
     for losses, made, inside, again in run_on(2, spread_out, kind, marked):

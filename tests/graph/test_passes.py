@@ -936,7 +936,7 @@ def test_decoders_train_as_they_do_eagerly(
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) -> None:
     """Programs still recompute and compile after the passes. A collective started in a recomputed
     part is awaited in the same part, and no compiler sees a collective."""

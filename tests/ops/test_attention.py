@@ -140,6 +140,7 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.sweep(3)
 def test_layouts(name: str, method: str) -> None:
     mine, other = LAYOUTS[name]
     for grid in ((2,), (3,)):
@@ -150,7 +151,7 @@ def test_layouts(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,)], ids=str)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(3)
 def test_lengths(grid: tuple[int, ...], method: str) -> None:
     """Lengths may be uneven, shorter than the number of ranks, or one row or one key. Queries and
     keys may have different lengths."""
@@ -201,7 +202,7 @@ def masks() -> dict[str, tuple[torch.Tensor, list[Any]]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", masks())
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(5)
 def test_masks(name: str, method: str) -> None:
     """A bool or additive mask is broadcast in any dim, split or not. An additive mask receives its
     gradient."""
@@ -357,12 +358,13 @@ def test_heads_in_turns(
 
 
 @pytest.mark.long
-def test_drawn_layouts() -> None:
+@pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_drawn_layouts(draws: int) -> None:
     for method in METHODS:
         with flow.context_parallel(method):
-            compare(A, *qkv(), draws=4)
-            compare(partial(A, is_causal=True), *qkv(rows=8, keys=8), draws=4)
-            compare(A, *qkv(), x(7, 9), grids=((3,), (2, 2)), draws=4)
+            compare(A, *qkv(), draws=draws)
+            compare(partial(A, is_causal=True), *qkv(rows=8, keys=8), draws=draws)
+            compare(A, *qkv(), x(7, 9), grids=((3,), (2, 2)), draws=draws)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -903,7 +905,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(5)
 def test_modules(name: str, training: bool) -> None:
     """Modules work on a split batch, sequence and width. In eval mode torch's fast path is not
     used, because its kernels do not support global tensors."""

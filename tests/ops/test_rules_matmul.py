@@ -83,6 +83,7 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
+@pytest.mark.sweep(2, kind=lambda row: row[0])
 def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:], most=40)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn as nn
 from support.pool import run_on
+from support.warm_python import warm_python
 
 import globaltensor as flow
 from globaltensor.__main__ import main
@@ -148,6 +150,7 @@ def test_the_command_traces_a_script_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     (tmp_path / "beside.py").write_text("SIZE = 8\n")
     script, path = tmp_path / "traced_program.py", tmp_path / "traced.json"
     script.write_text(TRACED)
@@ -167,8 +170,9 @@ def test_the_command_traces_a_script_on_all_ranks(
 
 @pytest.mark.long
 def test_the_command_ends_as_the_script_does(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(sys, "executable", warm_python())
     (tmp_path / "beside.py").write_text("SIZE = 8\n")
     script, path = tmp_path / "traced_program.py", tmp_path / "traced.json"
     script.write_text(TRACED)
