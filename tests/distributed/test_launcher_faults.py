@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import sys
 import tempfile
@@ -80,8 +79,7 @@ def test_a_rank_that_hangs(
     assert time.monotonic() - began < 40
     said = capfd.readouterr().err
     assert "rank 0 (local rank 0" in said
-    assert "Traceback (most recent call last)" in said
-    assert re.search(r'(?m)^globaltensor.launch: \| File ".*script.py", line \d+', said)
+    assert "| Traceback (most recent call last)" in said
     assert "timed out" in said.lower() or "timeout" in said.lower()
     assert "rank 1 did not end 0.5 s after SIGTERM: killed" in said
     assert nobody_left(folder)
@@ -95,8 +93,7 @@ def test_ranks_with_other_shapes(
     body = f"{COLLECTIVE}\ndist.all_reduce(torch.ones((1000, 1200)[rank]))\n"
     assert run(folder, body, "--backend", backend) != 0
     said = capfd.readouterr().err
-    assert "Traceback (most recent call last)" in said
-    assert re.search(r'(?m)^globaltensor.launch: \| File ".*script.py", line \d+', said)
+    assert "| Traceback (most recent call last)" in said
     assert "1000" in said
     assert "1200" in said
     assert nobody_left(folder)

@@ -25,7 +25,6 @@ __all__ = ["LocalWorkers", "OrphanReaper", "Process", "Rank", "start_here", "std
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end processes after SIGKILL
 _TAIL_LINES: Final = 12
-_MESSAGE_LINES: Final = 2  # of an exception whose traceback the console has shown
 _LAST_LINES: Final = 4  # the lines of a traceback that have its message
 # Other ranks may notice a failure before the failed rank has ended, as an interpreter takes a while
 # to exit. The launcher waits so long for that rank.
@@ -40,13 +39,10 @@ _ECHO: Final = re.compile(
     r"has failed: the exception in its own output is the cause",
     re.IGNORECASE,
 )
-_TRACEBACK: Final = "Traceback (most recent call last)"
-_FRAME: Final = re.compile(r'  File "(?P<file>.+)", line \d+')
 _THROWN: Final = "terminate called"
 _CRASH: Final = "Fatal Python error"
-_HEADS: Final = (_TRACEBACK, _THROWN, _CRASH)
+_HEADS: Final = ("Traceback (most recent call last)", _THROWN, _CRASH)
 _TETHER: Final = Path(__file__).with_name("parent_death.py")
-_PACKAGE: Final = Path(__file__).parents[2]
 _KEEPER: Final = Path(__file__).with_name("orphan_reaper.py")
 
 
@@ -100,7 +96,12 @@ class Rank:
 
     def last_words(self) -> list[str]:
         """Return the last traceback that the rank wrote, shortened, else its last lines."""
-        lines, heads = self._said()
+        said = _RANK_BEFORE.sub("", self.err.tail().decode(errors="replace").replace("\r", "\n"))
+        lines = said.rstrip().splitlines()
+        lines = [line for line in lines if not line.startswith("Extension modules:")]
+        while lines and not lines[-1].strip():
+            lines.pop()
+        heads = [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
         if (
             len(heads) > 1
             and lines[heads[-1]].startswith(_CRASH)
@@ -111,26 +112,6 @@ class Rank:
         if heads and len(lines) - heads[-1] > _TAIL_LINES:
             return [lines[heads[-1]], "  ...", *lines[-_TAIL_LINES:]]
         return lines[heads[-1] :] if heads else lines[-_TAIL_LINES // 2 :]
-
-    def _said(self) -> tuple[list[str], list[int]]:
-        """Return the last lines of the rank's stderr, and where tracebacks begin in them."""
-        said = _RANK_BEFORE.sub("", self.err.tail().decode(errors="replace").replace("\r", "\n"))
-        lines = said.rstrip().splitlines()
-        lines = [line for line in lines if not line.startswith("Extension modules:")]
-        while lines and not lines[-1].strip():
-            lines.pop()
-        return lines, [i for i, line in enumerate(lines) if line.startswith(_HEADS)]
-
-    def account(self) -> list[str]:
-        """Return why the rank ended, in lines.
-
-        A traceback that the console has shown is not repeated: its place in the user's code and its
-        message are enough to find it.
-        """
-        lines, heads = self._said()
-        if self.err.console is None or not heads or not lines[heads[-1]].startswith(_TRACEBACK):
-            return self.last_words()
-        return _digest(lines[heads[-1] :])
 
     @property
     def echoes(self) -> bool:
@@ -151,25 +132,6 @@ class Rank:
             f"rank {self.rank} (local rank {self.local_rank}, pid "
             f"{self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
         )
-
-
-def _digest(traceback: Sequence[str]) -> list[str]:
-    """Return the last frame of the user's code, and the message.
-
-    >>> frames = ['  File "train.py", line 3, in <module>', "    step()"]
-    >>> _digest(["Traceback (most recent call last):", *frames, "ValueError: no rows"])
-    ['File "train.py", line 3, in <module>', 'ValueError: no rows']
-    """
-    first = next((i for i, line in enumerate(traceback) if i and line[:1].strip()), len(traceback))
-    frames = [line for line in traceback[:first] if _FRAME.match(line)]
-    own = [line for line in frames if not _of_a_library(_FRAME.match(line)["file"])]  # type: ignore[index]
-    message = [line for line in traceback[first:] if line.strip() and not line.startswith("(")]
-    return [line.strip() for line in (own or frames)[-1:]] + message[:_MESSAGE_LINES]
-
-
-def _of_a_library(file: str) -> bool:
-    folders = (sys.prefix, sys.base_prefix, str(_PACKAGE))
-    return file.startswith("<") or any(file.startswith(folder + os.sep) for folder in folders)
 
 
 class OrphanReaper:
@@ -306,12 +268,12 @@ class LocalWorkers:
     def report(self, failed: Sequence[Rank]) -> str:
         """Return the report of a failure, in lines.
 
-        It has the first of these ranks, why it ended, and what happened to the others.
+        It has the first of these ranks, its last output, and what happened to the others.
         """
         first, *others = failed
         lines = [
             first.epitaph(),
-            *(f"| {line}" for line in first.account()),
+            *(f"| {line}" for line in first.last_words()),
             *(f"another rank failed too: {other.epitaph()}" for other in others),
         ]
         if first.err.path is not None:
