@@ -60,10 +60,12 @@ def wait(runs: list[subprocess.Popen[str]], folder: Path) -> None:
     """Wait for both runs. If one fails, end the other, and exit with what it said."""
     until = time.monotonic() + LIMIT
     try:
-        while not any(run.poll() for run in runs) and None in [run.poll() for run in runs]:
+        codes = [run.poll() for run in runs]
+        while None in codes and not any(codes):  # one works still, and none has failed
             if time.monotonic() > until:
                 sys.exit(f"no end after {LIMIT:.0f} s")
             time.sleep(0.2)
+            codes = [run.poll() for run in runs]
     finally:
         for run in runs:
             if run.poll() is None:

@@ -70,8 +70,9 @@ def plan(
     - ``objective``: "time" (seconds a step) or "memory" (the minimum memory, then time).
     - ``mesh``: a placement or its shape, if it is not to be searched.
     - ``seconds``: stop after this time and return the best plan so far.
-    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter. None: 2, as
-      Adam has, for a model (0: SGD; 1: SGD with momentum), and that of its optimizers for a graph.
+    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter (0: SGD, 1:
+      SGD with momentum, 2: Adam). None takes 2 for a model, and for a graph what its optimizers
+      have.
     - ``kwargs``: keyword arguments of the model.
 
     The plan of a graph prices its own loss and optimizer. For a model, the loss is what the model

@@ -399,8 +399,8 @@ def _wrap_load_state_dict(load: Callable[..., None]) -> Callable[..., None]:
     def load_state_dict(self: Optimizer, *args: Any, **kwargs: Any) -> None:
         """Load a state as torch does, and box it to the layouts of the parameters.
 
-        State of a parameter's shape may be a full value. The call is collective if state needs
-        boxing.
+        State may be a full value, or be on other ranks than its parameter. The call is collective
+        if state needs boxing.
 
         Raises ShapeError, and leaves the optimizer as it was, if a state of an elementwise
         optimizer does not have its parameter's shape."""

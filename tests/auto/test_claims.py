@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.util
 import io
 import itertools
 import json
@@ -28,6 +27,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.drawn import Case, TooLarge, cheaper, drawn, everything_tried, tiny
+from support.paths import import_script
 from support.plans import layered, pipelined
 from support.pool import run_on
 from torch import nn
@@ -64,13 +64,14 @@ CLOSE = 1e-8  # relative tolerance between two ways to add up a cost
 #: In 6 an alternative looked cheaper than a plan called optimal. In 37 the spent figures did not
 #: add up to the cost. 8 and 10 were not optimal because of rounding.
 QUICK = (*range(12), 37)
-SPARE = (2, 3, 4, 7, 9, 11)
+#: The seeds of QUICK that only `make test-extended` runs.
+EXTENDED = (2, 3, 4, 7, 9, 11)
 MANY = [seed for seed in range(400) if seed not in QUICK]
 
 
 def seeds() -> list[Any]:
-    """Return the seeds as parameters. The seeds that failed once always run, and a few others."""
-    quick = [pytest.param(s, marks=[pytest.mark.extended] if s in SPARE else []) for s in QUICK]
+    """Return the seeds as parameters. Those that once failed always run."""
+    quick = [pytest.param(s, marks=[pytest.mark.extended] if s in EXTENDED else []) for s in QUICK]
     return [*quick, *(pytest.param(seed, marks=pytest.mark.slow) for seed in MANY)]
 
 
@@ -643,13 +644,7 @@ def test_the_whole_of_what_a_plan_says() -> None:
 
 def example() -> Any:
     """Return the example as a module."""
-    path = Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py"
-    spec = importlib.util.spec_from_file_location("train_gpt", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_script("examples/train_gpt.py")
 
 
 SMALL = [

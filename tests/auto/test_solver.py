@@ -4,7 +4,6 @@ with the smallest limit that would do. Files and the command are tested too."""
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import itertools
 import json
 import math
@@ -18,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.paths import import_script
 from support.warm_python import warm_python
 
 from globaltensor.auto import solver
@@ -543,13 +543,7 @@ def test_the_command_on_files_that_are_missing_wrong_or_infeasible(tmp_path: Pat
 
 def benchmark(name: str) -> Any:
     """Import a script of benchmarks/."""
-    path = Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    made = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
-    assert made is not None
-    assert made.loader is not None
-    found = importlib.util.module_from_spec(made)
-    made.loader.exec_module(found)
-    return found
+    return import_script(f"benchmarks/{name}.py")
 
 
 def test_the_benchmark_says_why_there_is_no_score(

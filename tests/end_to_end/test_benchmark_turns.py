@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-SOURCE = Path(__file__).resolve().parents[2] / "benchmarks" / "turns.py"
+from support.paths import import_script
 
 
 @pytest.fixture(scope="module")
 def turns() -> Any:
-    spec = importlib.util.spec_from_file_location("turns", SOURCE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_script("benchmarks/turns.py")
 
 
 def test_one_works_while_the_other_waits(turns: Any, tmp_path: Path) -> None:

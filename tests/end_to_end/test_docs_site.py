@@ -3,7 +3,6 @@ section, and the strict build works without a network."""
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import os
 import re
@@ -13,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from support.paths import import_script
 
 import globaltensor as flow
 from globaltensor.errors import CompileWarning, FallbackWarning, GlobalTensorError
@@ -22,12 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def reference() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("reference", ROOT / "docs/site/reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_script("docs/site/reference.py")  # type: ignore[no-any-return]
 
 
 def test_every_public_name_has_an_entry(reference: ModuleType) -> None:

@@ -8,7 +8,6 @@ the other, so that processes start once.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import io
 import json
 import os
@@ -22,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.paths import PYTHONPATH
+from support.paths import PYTHONPATH, import_script
 from support.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,12 +51,7 @@ SMALL = [
 
 def example() -> Any:
     """Return the example as a module."""
-    spec = importlib.util.spec_from_file_location("train_gpt", ROOT / "examples" / "train_gpt.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return import_script("examples/train_gpt.py")
 
 
 def trained(main: Any, *arguments: str) -> dict[str, Any]:

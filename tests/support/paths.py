@@ -1,9 +1,11 @@
-"""The folders from which processes started by a test import this suite's modules."""
+"""The folders from which tests and the processes that they start import modules."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
+from typing import Any
 
 TESTS = Path(__file__).resolve().parents[1]
 ROOT = TESTS.parent
@@ -20,3 +22,13 @@ FOLDERS = [
     ),
 ]
 PYTHONPATH = os.pathsep.join(map(str, [ROOT, *FOLDERS]))
+
+
+def import_script(path: str) -> Any:
+    """Import a script of this repository that is in no package, such as an example."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -132,11 +132,11 @@ def calls_of_model(
     calls = _read(captured, saved, dict(zip(names, lent, strict=False)))
     for call in calls.calls:
         call.module = call.module.removeprefix("model").removeprefix(".")
-    # Placeholders are counted after those of parameters and buffers, the model's inputs from 0.
-    given = [v for v in calls.values if v.state == "input"]
-    renamed = {name: f"input_{i}" for i, name in enumerate(names[len(lent) :])}
-    for value in given:
-        value.name = renamed.get(value.name, value.name)
+    # The captured inputs begin with the parameters and buffers. A user counts the model's inputs.
+    numbered = {name: f"input_{i}" for i, name in enumerate(names[len(lent) :])}
+    for value in calls.values:
+        if value.state == "input":
+            value.name = numbered.get(value.name, value.name)
     return calls
 
 
