@@ -6,8 +6,12 @@ Two runs one after the other differ by the machine's pace, which is often more t
 costs. Here each block of calls has the same block of the other tree beside it, and the report has
 the median over the rounds of their ratio, with its quartiles. A ratio above 1 means that this tree
 is slower. Both runs take their benchmarks from this tree and the library from their own, so a
-benchmark that names a module which the commit lacks does not run. Processes may lie differently in
-memory: where a ratio of the contenders that are not ours is as far from 1, the figures don't tell.
+benchmark that names a module which the commit lacks does not run.
+
+Processes may lie differently in memory, and cores may differ in pace. ``--starts 5`` starts both
+runs five times and takes all rounds together. A benchmark of one process is best held on one core,
+by ``taskset -c 1 python benchmarks/against.py ...``. Where a ratio of the contenders that are not
+ours is still as far from 1, the figures don't tell.
 """
 
 from __future__ import annotations
@@ -77,23 +81,34 @@ def wait(runs: list[subprocess.Popen[str]], folder: Path) -> None:
         sys.exit("this benchmark has no contenders that `common.interleave` times in turn")
 
 
-def ratios(folder: Path) -> list[dict[str, object]]:
-    """Return a row for each comparison: the ratios of this tree's seconds to the commit's."""
+def ratios(folder: Path) -> dict[str, dict[str, list[float]]]:
+    """Return the ratios of this tree's seconds to the commit's, by case and contender."""
     lines = (folder / "A.out").read_text().splitlines()
     cases = [str(json.loads(line)["case"]) for line in lines if line.startswith("{")]
     before, now = (
         [json.loads(line) for line in (folder / f"{run}.jsonl").read_text().splitlines()]
         for run in "AB"
     )
-    rows: list[dict[str, object]] = []
-    for i, (a, b) in enumerate(zip(before, now, strict=True)):
-        row: dict[str, object] = {"case": cases[i] if i < len(cases) else str(i), "unit": "ratio"}
-        for contender in a:
-            each = [y / x for x, y in zip(a[contender], b[contender], strict=True)]
+    return {
+        cases[i] if i < len(cases) else str(i): {
+            contender: [y / x for x, y in zip(a[contender], b[contender], strict=True)]
+            for contender in a
+        }
+        for i, (a, b) in enumerate(zip(before, now, strict=True))
+    }
+
+
+def rows(starts: list[dict[str, dict[str, list[float]]]]) -> list[dict[str, object]]:
+    """Return a row for each case: the median ratio over the rounds of all starts, and quartiles."""
+    listed: list[dict[str, object]] = []
+    for case, contenders in starts[0].items():
+        row: dict[str, object] = {"case": case, "unit": "ratio"}
+        for contender in contenders:
+            each = [ratio for start in starts for ratio in start[case][contender]]
             low, middle, high = statistics.quantiles(each, n=4)
             row[contender] = f"{middle:.3f} [{low:.2f}, {high:.2f}]"
-        rows.append(row)
-    return rows
+        listed.append(row)
+    return listed
 
 
 def main() -> None:
@@ -101,6 +116,7 @@ def main() -> None:
     parser.add_argument("commit", help="what this tree is compared with")
     parser.add_argument("benchmark", help="the name of a benchmark here that has contenders")
     parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
+    parser.add_argument("--starts", type=int, default=1, help="times that both runs are started")
     chosen, chosen.rest = parser.parse_known_args()
     end_by_signal()
     folder = Path(tempfile.mkdtemp(prefix="against-"))
@@ -109,10 +125,14 @@ def main() -> None:
     try:
         subprocess.run([*git, "add", "--detach", "--quiet", str(tree), chosen.commit], check=True)
         shutil.copytree(HERE, tree / "benchmarks", dirs_exist_ok=True)
-        wait(
-            [started(each, run, folder, chosen) for each, run in ((tree, "A"), (ROOT, "B"))], folder
-        )
-        print(table(ratios(folder)))
+        starts = []
+        for i in range(chosen.starts):
+            turns = folder / str(i)
+            turns.mkdir()
+            runs = [started(each, run, turns, chosen) for each, run in ((tree, "A"), (ROOT, "B"))]
+            wait(runs, turns)
+            starts.append(ratios(turns))
+        print(table(rows(starts)))
     finally:
         subprocess.run([*git, "remove", "--force", str(tree)], check=False)
         shutil.rmtree(folder, ignore_errors=True)
