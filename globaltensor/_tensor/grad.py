@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,11 +14,12 @@ import torch
 from .._base.overridable import visible
 from ..boxing import box
 from ..errors import SbpError
+from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
-from .history import GRADIENT, identify_copy, record
+from .history import GRADIENT, identify_copy, record, record_together
 
-__all__ = ["get_grad", "local_grad", "place_grad", "set_grad"]
+__all__ = ["clear_grads", "get_grad", "local_grad", "place_grad", "set_grad"]
 
 
 def _grad_spec(x: GlobalTensor) -> Spec:
@@ -68,18 +70,31 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
     return alike, grad._materialize()._local if alike else None
 
 
+def clear_grads(leaves: Iterable[GlobalTensor]) -> None:
+    """Clear the gradients of these leaves without reading them.
+
+    A rank that does not clear a gradient adds the next one to it, so what is cleared is recorded,
+    as one call for all leaves on a placement."""
+    cleared: dict[Placement, list[GlobalTensor]] = {}
+    for x in leaves:
+        local, leaf = x._local, x._leaf
+        x.__dict__.pop("_kept_grad", None)
+        if local.grad is not None or (leaf is not None and leaf.value is not None):
+            cleared.setdefault(x._spec.shown.placement, []).append(x)
+            local.grad = None
+        if leaf is not None:
+            leaf.value = None
+            leaf.release()
+    for tensors in cleared.values():
+        record_together("clear grad", tensors)
+
+
 @functools.partial(visible, name="set_grad")
 def set_grad(x: GlobalTensor, value: Any) -> None:
-    x.__dict__.pop("_kept_grad", None)
     if value is None:
-        # A rank that does not clear its gradient adds the next one to it.
-        if x._local.grad is not None or (x._leaf is not None and x._leaf.value is not None):
-            record("clear grad", x)
-        x._local.grad = None
-        if x._leaf is not None:
-            x._leaf.value = None
-            x._leaf.release()
+        clear_grads([x])
         return
+    x.__dict__.pop("_kept_grad", None)
     if not isinstance(value, GlobalTensor):
         raise SbpError(
             "the .grad of a global tensor must be a global tensor: make it one with "

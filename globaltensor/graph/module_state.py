@@ -14,13 +14,11 @@ import torch
 from torch.optim import Optimizer
 
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.grad import set_grad
+from .._tensor.grad import clear_grads
 
 __all__ = ["ModuleState"]
 
 _numbers = itertools.count()
-# No recorder runs here, so call the undecorated function: recorders would see the decorated one.
-_set_grad = set_grad.__wrapped__  # type: ignore[attr-defined]
 
 
 class ModuleState:
@@ -85,12 +83,10 @@ def _values(dicts: Iterable[dict[str, Any]]) -> list[Any]:
 
 
 def _clear_grads(parameters: Iterable[torch.Tensor]) -> None:
+    leaves = []
     for p in parameters:
-        if not isinstance(p, GlobalTensor) or type(p) not in ORDINARY:
+        if isinstance(p, GlobalTensor) and type(p) in ORDINARY:
+            leaves.append(p)
+        else:
             p.grad = None
-        elif (
-            p._local.grad is not None
-            or (p._leaf is not None and p._leaf.value is not None)
-            or "_kept_grad" in p.__dict__
-        ):
-            _set_grad(p, None)
+    clear_grads(leaves)

@@ -47,7 +47,7 @@ from torch.optim.optimizer import (
 from .._base import torch_private
 from .._base.patches import patch
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.grad import local_grad, set_grad
+from .._tensor.grad import clear_grads, local_grad
 from .._tensor.history import identify_copy, record
 from ..boxing import box
 from ..distributed.divergence import digest_of
@@ -481,6 +481,8 @@ def _record(optimizer: Optimizer) -> None:
         return
     placement = first._spec.shown.placement
     history = this_world.history((placement,))
+    if not history.records:
+        return
     values = group_values(groups)
     known: _RecordedGroups | None = optimizer.__dict__.get(_RECORDED)
     count = sum(len(group["params"]) for group in groups)
@@ -596,9 +598,9 @@ def _wrap_zero_grad(zero_grad: Any, parameters: Callable[[Any], Iterable[torch.T
     @functools.wraps(zero_grad)
     def run(self: Any, set_to_none: bool = True) -> None:
         if set_to_none and not torch_private.function_mode_on():
-            for p in parameters(self):
-                if isinstance(p, GlobalTensor) and type(p) in ORDINARY:
-                    set_grad(p, None)
+            clear_grads(
+                p for p in parameters(self) if isinstance(p, GlobalTensor) and type(p) in ORDINARY
+            )
         zero_grad(self, set_to_none)
 
     return run
@@ -608,11 +610,13 @@ def _module_zero_grad(self: torch.nn.Module, set_to_none: bool = True) -> None:
     if not set_to_none or torch_private.function_mode_on() or getattr(self, "_is_replica", False):
         _torch_module_zero_grad(self, set_to_none)
         return
+    leaves = []
     for p in self.parameters():
         if isinstance(p, GlobalTensor) and type(p) in ORDINARY:
-            set_grad(p, None)
+            leaves.append(p)
         elif p.grad is not None:
             p.grad = None
+    clear_grads(leaves)
 
 
 _torch_module_zero_grad = torch.nn.Module.zero_grad
