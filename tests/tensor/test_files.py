@@ -749,18 +749,38 @@ def laid_out_at_once(folder: str) -> None:
 
 
 def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
-    """Check that each state tensor of a parameter's shape has that parameter's layout and takes no
-    extra memory."""
+    """Check the layout of each state tensor."""
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         for key, want in reference.state.get(q, {}).items():
-            got = optimizer.state[p][key]
-            if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
-                layout = [
-                    B if e.is_partial else e for e in p._spec.layout
-                ]  # a partial parameter is stepped as a replicated sum
-                assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
-                assert got._local.untyped_storage().nbytes() == got._local.nbytes
-                assert torch.equal(whole(got), want)
+            if key != "step":
+                check_value(p, key, optimizer.state[p][key], want)
+
+
+def check_value(p: Any, key: str, got: Any, want: Any) -> None:
+    """Check that a state tensor of the parameter's shape has the parameter's layout and takes no
+    extra memory, and that one of another shape (Adafactor's sums over rows and columns, the flat
+    gradients in LBFGS's lists) is whole on the parameter's placement. A number that comes plain
+    stays so."""
+    if isinstance(want, list):
+        assert len(got) == len(want), key
+        for ours, theirs in zip(got, want, strict=True):
+            check_value(p, key, ours, theirs)
+        return
+    if not isinstance(want, torch.Tensor):
+        assert got == want, key
+        return
+    want = want.to(p.dtype)  # as torch does when it loads
+    if not want.ndim and not got.is_global:
+        assert torch.equal(got, want), key
+    else:
+        same_shape = want.shape == p.shape
+        # a partial parameter is stepped as a replicated sum
+        layout = [e if same_shape and not e.is_partial else B for e in p._spec.layout]
+        spec = p._spec.replace(shape=tuple(want.shape), layout=layout, dtype=want.dtype)
+        assert got._spec is spec, key
+        if same_shape:
+            assert got._local.untyped_storage().nbytes() == got._local.nbytes
+        assert torch.equal(whole(got), want), key
 
 
 def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
