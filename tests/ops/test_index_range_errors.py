@@ -187,6 +187,21 @@ def test_a_rank_whose_part_of_a_split_index_is_wrong_tells_it_in_numbers_of_the_
         assert {one, another} <= {want, "no error"}, (want, one, another)
 
 
+def test_the_owner_of_a_wrong_index_into_elements_tells_the_number_that_the_user_gave() -> None:
+    """A rank that goes on has run more calls than the owner, so each case has its own ranks."""
+    for at, wrong in ((0, 90), (-1, -90)):
+        flat = indices(5, n=24, at=at, wrong=wrong)
+
+        def refused(function: Callable[..., Any], flat: Tensor = flat) -> str:
+            everywhere = flow.placement.all("cpu")
+            x, index = (t.to_global(everywhere, B).to_global(sbp=S(0)) for t in (X, flat))  # type: ignore[attr-defined]
+            return said(lambda: function(x, index).to_local())
+
+        for function in (lambda x, i: x.take(i), lambda x, i: x.put(i, torch.ones(5))):
+            told = simulate(2, refused, function)
+            assert f"tried to access index {wrong} on a tensor of 24 elements." in told[at], told
+
+
 def test_on_a_grid() -> None:
     def on_grid() -> None:
         grid, rows = flow.placement("cpu", [[0, 1], [2, 3]]), indices(3, 4, n=6, at=-1, wrong=6)
