@@ -11,6 +11,7 @@ that calls gets the same error.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -78,9 +79,8 @@ def _check_adapters(
 
     Without safetensors, peft writes the adapters by torch.save, whose files identify their shards.
     """
-    from peft import get_peft_model_state_dict
-
     if safe_serialization:
+        get_peft_model_state_dict = importlib.import_module("peft").get_peft_model_state_dict
         for name in selected_adapters or model.peft_config:
             adapters = get_peft_model_state_dict(
                 model,
