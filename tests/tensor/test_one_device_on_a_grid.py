@@ -182,8 +182,8 @@ def in_place_on_plain_targets(sbp: Layout) -> None:
 
 
 def indices_out_of_range(sbp: Layout) -> None:
-    """The error is torch's, in sizes of the whole. Indices are not split: ranks that do not hold the
-    wrong one learn of it when the other ranks end."""
+    """The error is torch's, in sizes of the whole. Indices are not split: ranks that do not hold
+    the wrong one learn of it when the other ranks end."""
     if P in sbp:
         return
     rows, few = indices(6, 4, n=6, at=-1, wrong=9), indices(4, n=4, at=-1, wrong=-9)
