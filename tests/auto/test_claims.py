@@ -713,6 +713,12 @@ def measured_ranks(folder: str) -> dict[str, Any]:
         (file,) = this_machine.cache_folder().iterdir()
         world().state(this_machine.KnownClusters).clear()  # as in another process
         found["kept"] = this_machine.cluster_here("cpu") == Cluster.load(file), times[0], str(file)
+        del os.environ[this_machine.VARIABLE]  # as users start, who set nothing
+        world().state(this_machine.KnownClusters).clear()
+        world().comm((0, 1)).barrier()
+        if rank == 0:
+            file.unlink()
+        found["unset"] = ways(where), times[0], file.exists()
         with use_cluster(Cluster.preset("cpu")):
             found["named"] = ways(where), times[0]
         printed = io.StringIO()
@@ -742,7 +748,7 @@ def measured_ranks(folder: str) -> dict[str, Any]:
 
 def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) -> None:
     first, second = run_on(2, measured_ranks, str(tmp_path))
-    for name in ("off", "on", "kept", "named", "broken", "nowhere"):
+    for name in ("off", "on", "kept", "unset", "named", "broken", "nowhere"):
         assert first[name] == second[name], f"the same on every rank: {name}"
     told, times = first["off"]
     assert times == 0
@@ -762,18 +768,19 @@ def test_ranks_at_hand_are_measured_once_and_the_plan_says_so(tmp_path: Path) ->
         for text in told
     )
     assert "2 ranks of 1 thread over " in told[0]
+    assert first["unset"] == (told, 2, True), "without the variable, it is measured and saved"
     assert first["named"] == (
         ["cpu: a preset, from data sheets and what others have measured"] * 2,
-        1,
+        2,
     )
     text, times = first["example"]
-    assert times == 1
+    assert times == 2
     assert "plan for 2 devices of this machine, one axis" in text
     assert "  figures    of this machine: measured on " in text
     assert "flow.auto.calibrate measures their calls" in text
-    assert first["broken"] == (True, 2, True), "measured anew, and nothing else left in the folder"
+    assert first["broken"] == (True, 3, True), "measured anew, and nothing else left in the folder"
     told, times = first["nowhere"]
-    assert times == 3, "for both ways: what cannot be kept in a file is remembered"
+    assert times == 4, "for both ways: what cannot be kept in a file is remembered"
     assert "Saved in" not in told[0]
     assert told[0].startswith("this machine: measured on ")
 
