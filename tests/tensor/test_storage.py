@@ -75,6 +75,12 @@ def filled(p: Any, x: Any) -> Any:
     return p.sum()
 
 
+def linear_filled(x: Any) -> Any:
+    module = nn.Linear(3, 4, dtype=x.dtype if x.is_floating_point() else None)
+    module.weight.data = x
+    return module(torch.zeros(2, 3, dtype=x.dtype)).sum()
+
+
 def safetensors_of(x: Any) -> Any:
     from safetensors.torch import save
 
@@ -131,6 +137,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "weight.data": lambda x: filled(
         nn.Parameter(torch.zeros(x.shape, dtype=x.dtype), x.is_floating_point()), x
     ),
+    "Linear.weight.data": linear_filled,
     "plain.set_": lambda x: torch.zeros(x.shape, dtype=x.dtype).set_(x).sum(),
     "Tensor.set_": lambda x: torch.Tensor.set_(torch.zeros(x.shape, dtype=x.dtype), source=x).sum(),
     "safetensors": safetensors_of,
