@@ -236,6 +236,7 @@ TABLE: tuple[Patch, ...] = (
     Patch("safetensors.torch:_flatten_as_ptr", "safetensors 0.6", _SAVER),
     Patch("safetensors.torch:save_model", "safetensors 0.4", _SAVER),
     Patch("transformers.modeling_utils:PreTrainedModel.save_pretrained", "transformers 4", _SAVER),
+    Patch("peft.peft_model:PeftModel.save_pretrained", "peft 0.10", _SAVER),
     Patch("accelerate.accelerator:Accelerator.save_model", "accelerate 1", _SAVER),
     Patch(
         "torchmetrics.metric:Metric._wrap_update",

@@ -3,14 +3,15 @@
 They read the memory of a model's tensors, so they refuse sharded tensors. The package calls
 `install` at import.
 
-safetensors reads the memory by ctypes, where an error would get another class. transformers and
-accelerate call it on the first rank alone. They are guarded before that, so that every rank that
-calls gets the same error.
+safetensors reads the memory by ctypes, where an error would get another class. transformers, peft
+and accelerate call it on the first rank alone. They are guarded before that, so that every rank
+that calls gets the same error.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -56,14 +57,38 @@ def _check_pretrained(
     models that it has split itself.
     """
     config = getattr(model, "config", None)
-    if not (
-        getattr(model, "_hf_peft_config_loaded", False)
-        or getattr(config, "distributed_config", None)
-        or kwargs.get("distributed_checkpoint")
-    ):
-        refuse_parts(
-            "save_pretrained()", (model.state_dict() if state_dict is None else state_dict).values()
-        )
+    if getattr(config, "distributed_config", None) or kwargs.get("distributed_checkpoint"):
+        return
+    if getattr(model, "_hf_peft_config_loaded", False):
+        state_dict = model.get_adapter_state_dict(state_dict=state_dict)
+    elif state_dict is None:
+        state_dict = model.state_dict()
+    refuse_parts("save_pretrained()", state_dict.values())
+
+
+def _check_adapters(
+    model: Any,
+    save_directory: Any,
+    safe_serialization: bool = True,
+    selected_adapters: Any = None,
+    save_embedding_layers: Any = "auto",
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Check the adapters of a peft model before its save_pretrained.
+
+    Without safetensors, peft writes the adapters by torch.save, whose files identify their shards.
+    """
+    if safe_serialization:
+        get_peft_model_state_dict = importlib.import_module("peft").get_peft_model_state_dict
+        for name in selected_adapters or model.peft_config:
+            adapters = get_peft_model_state_dict(
+                model,
+                state_dict=kwargs.get("state_dict"),
+                adapter_name=name,
+                save_embedding_layers=save_embedding_layers,
+            )
+            refuse_parts("save_pretrained()", adapters.values())
 
 
 def _check_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
@@ -78,4 +103,5 @@ def install() -> None:
     _check_before("safetensors.torch:_flatten_as_ptr", _check_tensors)
     _check_before("safetensors.torch:_flatten", _check_tensors)
     _check_before("transformers.modeling_utils:PreTrainedModel.save_pretrained", _check_pretrained)
+    _check_before("peft.peft_model:PeftModel.save_pretrained", _check_adapters)
     _check_before("accelerate.accelerator:Accelerator.save_model", _check_model)

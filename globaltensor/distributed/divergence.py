@@ -406,5 +406,7 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         "a loader with flow.utils.data.DistributedSampler. If each rank has its own rows, "
         "x.to_global(placement, sbp=flow.sbp.split(0)) joins them. If all should hold the same "
         "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
-        "torch.manual_seed with one number on every rank makes all ranks draw the same"
+        "torch.manual_seed with one number on every rank makes all ranks draw the same. On a "
+        "placement of several axes each of these takes sbp with one entry for each axis, such as "
+        "[split(0), broadcast] where only the ranks along the first axis have rows of their own"
     )

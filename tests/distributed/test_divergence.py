@@ -124,6 +124,54 @@ def test_plain_tensors_that_differ_are_refused_at_the_first_meeting() -> None:
     same_on_all(simulate(2, plain_inputs, timeout=30.0))
 
 
+#: The ways to say that each rank brings its rows, which the error names for every plan.
+WAYS = (
+    r"flow\.utils\.data\.GlobalDataLoader\(dataset, batch_size, placement=placement\)",
+    r"GlobalBatches\(loader, placement\)",
+    r"flow\.utils\.data\.DistributedSampler",
+    r"x\.to_global\(placement, sbp=flow\.sbp\.split\(0\)\)",
+    r"x\.to_global\(placement, sbp=flow\.sbp\.broadcast\)",
+    r"several axes .* one entry for each axis",
+)
+
+
+def batches_of_a_loop(plans: list[str], ranks: Any) -> list[str]:
+    """Return what a training loop is told in which each rank brings its own batches, per plan."""
+    where, rank, said = flow.placement("cpu", ranks), flow.env.get_rank(), []
+    data = TensorDataset(torch.arange(24.0).view(12, 2), torch.arange(12.0)[:, None])
+    for plan in plans:
+        model = flow.parallelize(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 1)), where, plan)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = [p.detach().clone().numpy() for p in model.parameters()]
+        sampler = DistributedSampler(data, flow.env.get_world_size(), rank, shuffle=False)
+        batches = DataLoader(data, batch_size=2, sampler=sampler)
+
+        def step(x: torch.Tensor, y: torch.Tensor, m: Any = model, o: Any = optimizer) -> None:
+            o.zero_grad()
+            nn.functional.mse_loss(m(x), y).backward()
+            o.step()
+
+        x, y = next(iter(batches))
+        held = tuple(rf"ranks? {r}: float32\[2, 2\] of" for r in range(flow.env.get_world_size()))
+        text = refused(lambda: step(x, y), r"^test_divergence.py:\d+: ", *held, *WAYS)  # noqa: B023
+        said.append(f"{plan}: {text}")
+        for p, old in zip(model.parameters(), before, strict=True):
+            assert (p.detach().numpy() == old).all(), "no step with one rank's rows"
+        sbp = [S(0)] * where.axes
+        for own, label in GlobalBatches(batches, where, sbp):  # the ways that the error names work
+            step(own, label)
+        step(x.to_global(where, sbp=sbp), y.to_global(where, sbp=sbp))  # type: ignore[attr-defined]
+    return said
+
+
+def test_own_batches_are_refused_under_every_plan() -> None:
+    same_on_all(run_on(2, batches_of_a_loop, ["data", "fsdp", "tensor"], [0, 1]))
+
+
+def test_own_batches_are_refused_under_a_plan_of_two_axes() -> None:
+    same_on_all(run_on(4, batches_of_a_loop, ["hybrid"], [[0, 1], [2, 3]]))
+
+
 def later_and_elsewhere() -> None:
     """Check that a source line is compared repeatedly, less and less often, and that every line has
     its own count."""

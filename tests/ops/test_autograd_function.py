@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pool import run_on
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
@@ -98,6 +99,23 @@ class Clipped(torch.autograd.Function):
         return grads[0].clamp(-0.5, 0.5)
 
 
+class Buffered(torch.autograd.Function):
+    """A Function that computes in buffers: a plain one, one of no elements, and one like x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        squares = torch.mul(x, x, out=torch.empty(x.shape, dtype=x.dtype))
+        sums = torch.sum(x, 1, keepdim=True, out=torch.empty(0, dtype=x.dtype))
+        return torch.mul(squares, sums, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        sums = x.sum(1, keepdim=True)
+        return grads[0] * 2 * x * sums + (grads[0] * x * x).sum(1, keepdim=True)
+
+
 class InPlace(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -132,6 +150,7 @@ USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "apart, a number": lambda x, w: Apart.apply(x, 3.0)[0] * w,
     "once": lambda x, w: Once.apply(x) * w,
     "clipped": lambda x, w: Clipped.apply(x * w) * x,
+    "in buffers": lambda x, w: Buffered.apply(x) * w,
     "in place": in_place,
     "nested": through_kernels,
 }
@@ -170,6 +189,16 @@ def test_as_on_one_device(name: str) -> None:
 @pytest.mark.parametrize("name", TWICE)
 def test_second_gradients(name: str) -> None:
     simulate(2, run, USES[name], True, False)
+
+
+def on_processes() -> None:
+    for name, use in USES.items():
+        run(use, name in TWICE, False)
+    run(affine, False, True)
+
+
+def test_on_processes() -> None:
+    run_on(2, on_processes)
 
 
 def test_plain_tensors_beside_global_ones() -> None:

@@ -19,6 +19,7 @@ import globaltensor as flow
 from globaltensor._ops.methods import gather_global_value
 from globaltensor._ops.rules import RULES
 from globaltensor.boxing import log
+from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, PlacementError
 
@@ -137,6 +138,66 @@ def test_a_rule_is_found_under_every_spelling() -> None:
                 same(x.grad, values(5, 3) * 2)
 
 
+class Squares(flow.nn.Graph):
+    """A graph of one operator, with the gradient of its operand if that is wanted."""
+
+    def __init__(self, op: Any, x: Any) -> None:
+        super().__init__()
+        self.op, self.held = op, torch.nn.Module()
+        self.held.w = torch.nn.Parameter(x)
+        self.add_optimizer(torch.optim.SGD(self.held.parameters(), lr=1.0))
+
+    def build(self) -> Any:
+        y = self.op(self.held.w)
+        y.sum().backward()
+        return y
+
+
+def moved(program: Callable[[], Any]) -> list[tuple[str, int]]:
+    with record_collectives() as log:
+        program()
+    return [(t.kind, t.bytes) for t in log]
+
+
+def rule_in_a_graph() -> dict[str, list[Any]]:
+    """Return the traffic of a step, in a graph and without one, before and after the rule."""
+    found, before = {}, dict(RULES)
+    op = custom_op("squared_in_a_graph")
+    for declared in (False, True):
+        if declared:
+            flow.rule(op, "a b -> a b")
+        for sbp in (S(0), S(1)):
+            x = laid_out(values(5, 3), sbp)
+            graph = Squares(op, x.clone())
+            graph()
+            found[f"graph {sbp} {declared}"] = moved(graph)
+            same(graph.held.w.detach(), values(5, 3) * (1 - 2) * (1 - 2))
+            y = graph()
+            assert not declared or y.sbp == (sbp,)
+            same(y, values(5, 3).square())
+            leaf = x.requires_grad_()
+            found[f"eager {sbp} {declared}"] = moved(lambda leaf=leaf: op(leaf).sum().backward())
+    RULES.clear()
+    RULES.update(before)
+    return found
+
+
+def quietly(body: Callable[[], Any]) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", flow.errors.FallbackWarning)
+        return body()
+
+
+def test_a_graph_uses_the_rule() -> None:
+    first, other = run_on(2, quietly, rule_in_a_graph)
+    assert first == other
+    for program, traffic in first.items():
+        if program.endswith("True"):
+            assert traffic == [], program
+        else:
+            assert [kind for kind, _ in traffic] == ["all_gather", "reduce_scatter"], program
+
+
 def pair(x: Tensor, others: list[Tensor], scale: float = 2.0) -> tuple[Tensor, Tensor]:
     return x * scale, others[0] @ others[1]
 
@@ -222,6 +283,38 @@ def test_the_rule_of_an_operator_without_a_fake_says_what_to_add() -> None:
             unfaked(laid_out(values(5, 3), S(0)))
 
     simulate(2, on_ranks)
+
+
+class Unfaked(flow.nn.Graph):
+    """A graph of an operator without a fake."""
+
+    def build(self, x: Tensor) -> Tensor:
+        return unfaked(x)
+
+
+def asked_for_fakes() -> list[str]:
+    """Return the errors of an operator without a fake: in a graph, and with a rule."""
+
+    def told(call: Callable[[], Any]) -> str:
+        with pytest.raises(RuntimeError) as error:
+            call()
+        return str(error.value)
+
+    before, x = dict(RULES), laid_out(values(5, 3), S(0))
+    same(unfaked(x), values(5, 3).square())
+    found = [told(lambda: Unfaked()(x)), told(lambda: Unfaked()(values(5, 3)))]
+    flow.rule(unfaked, "a b -> a b")
+    found += [told(lambda: unfaked(x)), told(lambda: Unfaked()(x))]
+    RULES.clear()
+    RULES.update(before)
+    return found
+
+
+def test_ranks_ask_for_a_fake_alike() -> None:
+    first, other = run_on(2, quietly, asked_for_fakes)
+    assert first == other
+    for text in first:
+        assert "register_fake" in text
 
 
 def test_a_graph_asks_for_a_fake() -> None:

@@ -146,6 +146,62 @@ def test_every_rank_tells_it() -> None:
     assert len(first) > 200
 
 
+#: Of the cases, those in which a rank refuses its own indices before it communicates.
+OF_SPLIT_INDICES = (
+    *("gather columns", "gather rows", "gather numbers", "index_select 0", "index_select 1"),
+    *("take_along_dim flat", "scatter rows", "scatter", "scatter in place", "scatter a tensor"),
+    *("scatter_add", "index_add", "index_copy", "index_fill", "embedding", "rows", "columns"),
+)
+
+
+def of_split_indices() -> list[tuple[str, str]]:
+    """Return what this rank says of each case, with the index split and one part of it wrong."""
+    everywhere, told = flow.placement.all("cpu"), []
+    for at, wrong in ((0, 9), (-1, -9)):
+        for name, function, operands in cases(at, wrong):
+            if name not in OF_SPLIT_INDICES:
+                continue
+            want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
+            for of_values in (None, B, S(0)):
+                ours = []
+                for t in operands:
+                    sbp = of_values if t.is_floating_point() else S(0)
+                    ours.append(
+                        t.clone() if sbp is None else t.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+                    )
+                try:
+                    function(*ours)
+                    told.append((want, "no error"))
+                except Exception as error:
+                    told.append((want, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+    return told
+
+
+def test_a_rank_whose_part_of_a_split_index_is_wrong_tells_it_in_numbers_of_the_whole() -> None:
+    """The other rank does not know, and goes on, or gets the same error where indices are
+    gathered. Nobody waits."""
+    first, other = run_on(2, of_split_indices)
+    assert len(first) == len(other) == 2 * 3 * len(OF_SPLIT_INDICES)
+    for (want, one), (_, another) in zip(first, other, strict=True):
+        assert want in (one, another)
+        assert {one, another} <= {want, "no error"}, (want, one, another)
+
+
+def test_the_owner_of_a_wrong_index_into_elements_tells_the_number_that_the_user_gave() -> None:
+    """A rank that goes on has run more calls than the owner, so each case has its own ranks."""
+    for at, wrong in ((0, 90), (-1, -90)):
+        flat = indices(5, n=24, at=at, wrong=wrong)
+
+        def refused(function: Callable[..., Any], flat: Tensor = flat) -> str:
+            everywhere = flow.placement.all("cpu")
+            x, index = (t.to_global(everywhere, B).to_global(sbp=S(0)) for t in (X, flat))  # type: ignore[attr-defined]
+            return said(lambda: function(x, index).to_local())
+
+        for function in (lambda x, i: x.take(i), lambda x, i: x.put(i, torch.ones(5))):
+            told = simulate(2, refused, function)
+            assert f"tried to access index {wrong} on a tensor of 24 elements." in told[at], told
+
+
 def test_on_a_grid() -> None:
     def on_grid() -> None:
         grid, rows = flow.placement("cpu", [[0, 1], [2, 3]]), indices(3, 4, n=6, at=-1, wrong=6)

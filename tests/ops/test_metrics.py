@@ -3,6 +3,7 @@ totals, and metrics of torchmetrics."""
 
 from __future__ import annotations
 
+import itertools
 import pickle
 import re
 import warnings
@@ -220,6 +221,45 @@ def fed_global_tensors() -> list[str]:
 
 def test_metrics_that_are_fed_global_tensors_are_those_of_the_whole_batch() -> None:
     assert run_on(2, fed_global_tensors) == [[], []]
+
+
+def laid_out_otherwise() -> list[str]:
+    """Return the layouts in which a confusion matrix of global tensors isn't that of the full batch
+    on one device, with logits split by classes or shown as sums, and with images of classes."""
+    from torchmetrics import classification as tc
+
+    draw = torch.Generator().manual_seed(0)
+    scores, classes = torch.randn(11, 3, generator=draw), torch.randint(0, 3, (11,), generator=draw)
+    images, masks = (
+        torch.randn(4, 3, 5, generator=draw),
+        torch.randint(0, 3, (4, 5), generator=draw),
+    )
+    wheres = {(B,): flow.placement.all("cpu"), (B, B): flow.placement("cpu", [[0], [1]])}
+    found = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for given, dims in (((scores, classes), (2, 1)), ((images, masks), (3, 2))):
+            alone = tc.MulticlassConfusionMatrix(3)
+            alone.distributed_available_fn = nowhere
+            want = _numbers(_called(alone, given))
+            layouts: list[list[tuple[Any, ...]]] = [
+                [(B,), (P,), *((S(d),) for d in range(n))] for n in dims
+            ]
+            pairs = list(itertools.product(*layouts))
+            pairs += [((S(0), B), (S(0), B)), ((B, S(1)), (S(0), B)), ((S(1), P), (P, B))]
+            for pair in pairs:
+                ours = [
+                    t.to_global(wheres[(B,) * len(sbp)], [B] * len(sbp)).to_global(sbp=sbp)  # type: ignore[attr-defined]
+                    for t, sbp in zip(given, pair, strict=True)
+                ]
+                got = _numbers(_called(tc.MulticlassConfusionMatrix(3), ours))
+                if not torch.equal(got, want):
+                    found.append(f"{pair}: {got.tolist()} instead of {want.tolist()}")
+    return found
+
+
+def test_a_confusion_matrix_is_that_of_the_whole_batch_in_every_layout() -> None:
+    assert run_on(2, laid_out_otherwise) == [[], []]
 
 
 def fed_own_rows() -> None:

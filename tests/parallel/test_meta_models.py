@@ -3,6 +3,8 @@ filled: by reset_parameters, a state dict, a checkpoint, or a safetensors file."
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from support.pool import run_on
 from torch import Tensor, nn
 
 import globaltensor as flow
+from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
+from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.errors import PlacementError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -83,11 +88,66 @@ def places(axes: int) -> Any:
     return flow.placement("cpu", [0, 1] if axes == 1 else [[0, 1], [2, 3]])
 
 
+def searched(model: nn.Module, where: Any) -> None:
+    """Lay out by "auto". The plan of such a small model is data parallel."""
+    flow.parallelize(model, where, "auto", inputs=(rows(),))
+
+
+@functools.cache
+def edited_plan() -> Any:
+    """Return a plan of the search with the weight of `up` and `out` split by hand, as in a file."""
+    plan = flow.auto.plan(on_meta(), rows(), "dgx-h100", mesh=(2,))
+    return dataclasses.replace(
+        plan,
+        placed=tuple(
+            dataclasses.replace(t, layout=("S(0)",)) if t.name == "up.weight" else t
+            for t in plan.placed
+        ),
+    )
+
+
+def searched_and_edited(model: nn.Module, where: Any) -> None:
+    flow.parallelize(model, where, edited_plan())
+    assert model.up.weight.sbp == (S(0),)  # type: ignore[union-attr]
+
+
+@functools.cache
+def plan_in_stages() -> Any:
+    def calls(n: int) -> Any:
+        return calls_of_model(on_meta(), (torch.empty(n, 6, dtype=torch.float64, device="meta"),))
+
+    space = SearchSpace(stages=[2], micro_batches=[2], meshes=[(1,)], schedules=("1f1b",))
+    cluster = flow.Cluster.preset("dgx-h100").with_size(2)
+    return search_pipelines(calls, 4, cluster, 2, Options(), space)
+
+
+def searched_in_stages(model: nn.Module, where: Any) -> None:
+    """Lay out by a plan of two stages, of one rank each."""
+    flow.parallelize(model, where, plan_in_stages())
+    assert len({p.placement for p in model.parameters()}) == 2  # type: ignore[attr-defined]
+
+
+def cut(model: nn.Module, where: Any) -> None:
+    flow.pipeline.cut(model, [flow.placement("cpu", [r]) for r in (0, 1)], at=["norm"])
+    assert len({p.placement for p in model.parameters()}) == 2  # type: ignore[attr-defined]
+
+
+MAKERS = {
+    "auto": searched,
+    "auto, edited": searched_and_edited,
+    "auto in stages": searched_in_stages,
+    "cut": cut,
+}
+
+
 def laid_out(plan: Any, axes: int) -> Model:
     model = on_meta()
     held = list(model.parameters())
     optimizer_made_before = torch.optim.SGD(model.parameters(), lr=0.1)
-    flow.parallelize(model, places(axes), plan)
+    if isinstance(plan, str) and plan in MAKERS:
+        MAKERS[plan](model, places(axes))
+    else:
+        flow.parallelize(model, places(axes), plan)
     assert all(p.is_meta for p in model.parameters())
     assert model.to_empty(device="cpu") is model
     rank = flow.env.get_rank()
@@ -128,6 +188,7 @@ def trains(model: Model, axes: int) -> None:
 PLANS: list[tuple[Any, int]] = [
     (name, 1) for name in ("data", "fsdp", "tensor", "sequence", "expert")
 ] + [({"up.*": S(0), "*": B}, 1)]
+PLANS_OF_SEARCHES: list[tuple[Any, int]] = [(name, 1) for name in MAKERS]
 PLANS_ON_FOUR: list[tuple[Any, int]] = [
     ("hybrid", 2),
     (["fsdp", "tensor"], 2),
@@ -181,6 +242,11 @@ def filled(plans: list[tuple[Any, int]], folder: str) -> None:
 def test_every_plan_on_two_processes() -> None:
     with tempfile.TemporaryDirectory() as folder:
         run_on(2, filled, PLANS, folder, timeout=120.0)
+
+
+def test_plans_of_the_search_and_of_stages() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        run_on(2, filled, PLANS_OF_SEARCHES, folder, timeout=120.0)
 
 
 def test_plans_of_two_axes_on_four_processes() -> None:

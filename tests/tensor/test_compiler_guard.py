@@ -412,26 +412,35 @@ def test_fullgraph_is_refused_on_every_rank_alike() -> None:
         ), (name, text)
 
 
-def warn_once(start: None) -> list[str]:
+def warn_once(plan: str) -> tuple[list[str], float]:
+    """Return the warnings of some compiled calls, and the difference from one device."""
     everyone = flow.placement.all("cpu")
-    m, x = flow.parallelize(net(), everyone, "data"), rows()
+    m, x = flow.parallelize(net(), everyone, plan), rows()
+    wanted, far = net()(x).detach(), 0.0
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
-            torch.compile(m, backend="eager")(x)
-            torch.compile(lambda x: m(x), backend="eager")(x)
+            for compiled in (
+                torch.compile(m, backend="eager"),
+                torch.compile(lambda x: m(x), backend="eager"),
+            ):
+                far = max(far, float((whole(compiled(x)) - wanted).abs().max()))
     return [
         f"{os.path.basename(w.filename)} {w.category.__name__} {w.message}"
         for w in seen
         if "compile" in str(w.message)
-    ]
+    ], far
 
 
-def test_one_warning_names_the_way_that_compiles(fresh_pool: Callable[[int], Pool]) -> None:
-    for found in fresh_pool(2).run(warn_once, None):
+@pytest.mark.parametrize("plan", ["data", "tensor"])
+def test_one_warning_names_the_way_that_compiles(
+    fresh_pool: Callable[[int], Pool], plan: str
+) -> None:
+    for found, far in fresh_pool(2).run(warn_once, plan):
         assert len(found) == 1
         assert found[0].startswith("test_compiler_guard.py CompileWarning torch.compile")
         assert all(word in found[0] for word in ("nn.Graph", "enable_compile"))
+        assert far <= 1e-12
 
 
 def frames() -> int:

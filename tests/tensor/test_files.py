@@ -179,35 +179,50 @@ def trained(model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
+def small_network() -> nn.Module:
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+
+
 def one_saves_all_load(folder: str, plan: str) -> None:
     rank, path = flow.env.get_rank(), Path(folder)
     torch.manual_seed(0)
-    model = flow.parallelize(
-        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)),
-        flow.placement.all("cpu"),
-        plan,
-    )
+    model = flow.parallelize(small_network(), flow.placement.all("cpu"), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     trained(model, optimizer)
+    assert any(p.sbp != (B,) for p in model.parameters()) == (plan != "data")
     if rank == 0:
         torch.save(model.state_dict(), path / "model.pt")
         torch.save(optimizer.state_dict(), path / "optimizer.pt")
         torch.save({"model": model, "step": 3}, path / "all.pt")
     meet()
     for name in ("model.pt", "optimizer.pt", "all.pt"):
-        if rank and plan == "fsdp":
+        if rank and plan != "data":
             refused(path / name, weights_only=False)
         else:
-            got = torch.load(path / name, weights_only=False)
-            if plan == "data" and name == "model.pt":
-                assert all(
-                    torch.equal(got[k].to_local(), v.to_local())
-                    for k, v in model.state_dict().items()
-                )
+            torch.load(path / name, weights_only=False)
+    if plan == "data":  # every rank holds what the file holds
+        torch.manual_seed(1)
+        again = flow.parallelize(small_network(), flow.placement.all("cpu"), plan)
+        other = torch.optim.AdamW(again.parameters())
+        again.load_state_dict(torch.load(path / "model.pt"))
+        other.load_state_dict(torch.load(path / "optimizer.pt"))
+        all_in_one = torch.load(path / "all.pt", weights_only=False)["model"]
+        for name, value in model.state_dict().items():
+            assert torch.equal(whole(again.state_dict()[name]), whole(value)), name
+            assert torch.equal(whole(all_in_one.state_dict()[name]), whole(value)), name
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            want, got = optimizer.state[p], other.state[q]
+            assert got.keys() == want.keys() == {"step", "exp_avg", "exp_avg_sq"}
+            assert all(torch.equal(whole(got[key]), whole(want[key])) for key in want)
+            assert got["exp_avg"]._spec is want["exp_avg"]._spec
+        trained(model, optimizer)
+        trained(again, other)
+        for p, q in zip(model.parameters(), again.parameters(), strict=True):
+            assert torch.equal(whole(p), whole(q))
 
 
 def test_one_rank_saves_and_all_load(tmp_path: Path) -> None:
-    for plan in ("fsdp", "data"):
+    for plan in ("fsdp", "tensor", "data"):
         (tmp_path / plan).mkdir()
         run_on(2, one_saves_all_load, str(tmp_path / plan), plan)
 
@@ -734,18 +749,38 @@ def laid_out_at_once(folder: str) -> None:
 
 
 def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
-    """Check that each state tensor of a parameter's shape has that parameter's layout and takes no
-    extra memory."""
+    """Check the layout of each state tensor."""
     for p, q in zip(model.parameters(), plain.parameters(), strict=True):
         for key, want in reference.state.get(q, {}).items():
-            got = optimizer.state[p][key]
-            if key != "step" and isinstance(want, torch.Tensor) and want.shape == q.shape:
-                layout = [
-                    B if e.is_partial else e for e in p._spec.layout
-                ]  # a partial parameter is stepped as a replicated sum
-                assert got._spec is p._spec.replace(layout=layout, dtype=want.dtype), key
-                assert got._local.untyped_storage().nbytes() == got._local.nbytes
-                assert torch.equal(whole(got), want)
+            if key != "step":
+                check_value(p, key, optimizer.state[p][key], want)
+
+
+def check_value(p: Any, key: str, got: Any, want: Any) -> None:
+    """Check that a state tensor of the parameter's shape has the parameter's layout and takes no
+    extra memory, and that one of another shape (Adafactor's sums over rows and columns, the flat
+    gradients in LBFGS's lists) is whole on the parameter's placement. A number that comes plain
+    stays so."""
+    if isinstance(want, list):
+        assert len(got) == len(want), key
+        for ours, theirs in zip(got, want, strict=True):
+            check_value(p, key, ours, theirs)
+        return
+    if not isinstance(want, torch.Tensor):
+        assert got == want, key
+        return
+    want = want.to(p.dtype)  # as torch does when it loads
+    if not want.ndim and not got.is_global:
+        assert torch.equal(got, want), key
+    else:
+        same_shape = want.shape == p.shape
+        # a partial parameter is stepped as a replicated sum
+        layout = [e if same_shape and not e.is_partial else B for e in p._spec.layout]
+        spec = p._spec.replace(shape=tuple(want.shape), layout=layout, dtype=want.dtype)
+        assert got._spec is spec, key
+        if same_shape:
+            assert got._local.untyped_storage().nbytes() == got._local.nbytes
+        assert torch.equal(whole(got), want), key
 
 
 def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -> None:

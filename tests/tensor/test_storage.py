@@ -75,6 +75,12 @@ def filled(p: Any, x: Any) -> Any:
     return p.sum()
 
 
+def linear_filled(x: Any) -> Any:
+    module = nn.Linear(3, 4, dtype=x.dtype if x.is_floating_point() else None)
+    module.weight.data = x
+    return module(torch.zeros(2, 3, dtype=x.dtype)).sum()
+
+
 def safetensors_of(x: Any) -> Any:
     from safetensors.torch import save
 
@@ -131,6 +137,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "weight.data": lambda x: filled(
         nn.Parameter(torch.zeros(x.shape, dtype=x.dtype), x.is_floating_point()), x
     ),
+    "Linear.weight.data": linear_filled,
     "plain.set_": lambda x: torch.zeros(x.shape, dtype=x.dtype).set_(x).sum(),
     "Tensor.set_": lambda x: torch.Tensor.set_(torch.zeros(x.shape, dtype=x.dtype), source=x).sum(),
     "safetensors": safetensors_of,
@@ -370,6 +377,132 @@ def with_accelerate() -> None:
 
 def test_accelerate_is_asked_on_every_rank() -> None:
     run_on(2, with_accelerate)
+
+
+def get_peft_model_state_dict(
+    model: Any,
+    state_dict: Any = None,
+    adapter_name: str = "default",
+    save_embedding_layers: Any = "auto",
+) -> dict[str, Any]:
+    """Select the tensors of one adapter, as peft's function of that name does."""
+    state = model.state_dict() if state_dict is None else state_dict
+    return {k.replace(f".{adapter_name}", ""): v for k, v in state.items() if adapter_name in k}
+
+
+class PeftModel(nn.Module):
+    """Imitate peft's model, which need not be installed: every rank selects the adapters, and a
+    rank that says so writes them by safetensors."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model, self.peft_config = model, {"default": None}
+
+    def save_pretrained(
+        self,
+        save_directory: str,
+        safe_serialization: bool = True,
+        selected_adapters: Any = None,
+        save_embedding_layers: Any = "auto",
+        is_main_process: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        from safetensors.torch import save_file
+
+        os.makedirs(save_directory, exist_ok=True)
+        for name in selected_adapters or self.peft_config:
+            state = get_peft_model_state_dict(self, kwargs.get("state_dict"), name)
+            file = f"{save_directory}/adapter_model"
+            if is_main_process and safe_serialization:
+                save_file(state, f"{file}.safetensors")
+            elif is_main_process:
+                torch.save(state, f"{file}.bin")
+
+
+def adapted_llama(base: type) -> Any:
+    """Return a model of transformers with an adapter, and transformers' methods for adapters
+    without its check of peft's version."""
+    from transformers import LlamaConfig
+
+    class Adapted(base):  # type: ignore[misc]
+        _hf_peft_config_loaded = True
+        peft_config = types.MappingProxyType(
+            {"default": types.SimpleNamespace(save_pretrained=lambda folder: None)}
+        )
+
+        def active_adapters(self) -> list[str]:
+            return ["default"]
+
+        def get_adapter_state_dict(self, adapter_name: Any = None, state_dict: Any = None) -> Any:
+            return get_peft_model_state_dict(self, state_dict, adapter_name or "default")
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 33, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = Adapted(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
+    model.lora_A = nn.ModuleDict({"default": nn.Linear(16, 2, bias=False)})
+    model.lora_B = nn.ModuleDict({"default": nn.Linear(2, 16, bias=False)})
+    return model
+
+
+def adapters(folder: str) -> list[str]:
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+    from transformers.utils import logging
+
+    from globaltensor._tensor import file_savers
+
+    logging.disable_progress_bar()
+    peft, home = types.ModuleType("peft"), types.ModuleType("peft.peft_model")
+    peft.get_peft_model_state_dict = get_peft_model_state_dict  # type: ignore[attr-defined]
+    home.PeftModel = PeftModel  # type: ignore[attr-defined]
+    rank, said = flow.env.get_rank(), []
+    layouts: dict[str, Any] = {
+        "all split": S(0),
+        "adapters split": {"lora_*": S(0), "*": B},
+        "a sum": {"lora_A.*": P, "*": B},
+        "layers split": {"lora_*": B, "*": S(0)},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "peft", peft)
+        patch.setitem(sys.modules, "peft.peft_model", home)
+        patch.setattr(PeftModel, "save_pretrained", PeftModel.save_pretrained)
+        file_savers.install()
+        for name, sbp in layouts.items():
+            for wrap in (lambda model: model, PeftModel):
+                inner = adapted_llama(LlamaForCausalLM)
+                want = inner.get_adapter_state_dict()
+                model = wrap(inner)
+                inner.to_global(flow.placement.all("cpu"), sbp)
+                path = f"{folder}/{name} {type(model).__name__}"
+                # As Trainer and peft's own guide do it: all call, and the first rank writes.
+                save = functools.partial(model.save_pretrained, path, is_main_process=rank == 0)
+                if name != "layers split":
+                    with pytest.raises(StorageError, match=r"save_pretrained\(\)") as caught:
+                        save()
+                    said.append(str(caught.value))
+                    assert not os.path.exists(path)
+                    whole = {
+                        k: v.to_global(sbp=B).to_local() for k, v in model.state_dict().items()
+                    }
+                    save(state_dict=whole)
+                else:
+                    save()
+                if rank == 0:
+                    got = load_file(f"{path}/adapter_model.safetensors")
+                    assert len(got) == len(want)
+                    for key, value in want.items():
+                        (at,) = (k for k in got if k.endswith(key))
+                        assert torch.equal(got[at], value)
+        model.save_pretrained(f"{folder}/torch", safe_serialization=False)  # torch's own file
+    return said
+
+
+def test_adapters_alone_are_refused_on_every_rank_or_saved_right(tmp_path: Path) -> None:
+    """Once, only the rank that writes was refused, and the others went on."""
+    pytest.importorskip("transformers", reason="needs globaltensor[hf]")
+    first, second = run_on(2, adapters, str(tmp_path))
+    assert len(first) == 6
+    assert first == second
 
 
 def test_plain_data_is_as_before() -> None:

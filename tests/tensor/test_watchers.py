@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.pool import Pool
+from test_deferred_mean import traffic
 from torch import Tensor, nn
 
 import globaltensor as flow
@@ -315,6 +316,24 @@ def looked() -> dict[str, list[str]]:
 @pytest.mark.extended
 def test_the_pass_after_a_look_is_fast_again() -> None:
     assert run_on(2, looked) == [{}] * 2
+
+
+def looked_at_briefly() -> dict[str, list[str]]:
+    """Observe passes by a hook on a leaf and by ``no_sync()``, and count messages in between."""
+    found = {
+        f"{looks.__name__}{', riding' * rides}": after(looks, rides)
+        for looks in (hook_on_the_leaf, unsummed)
+        for rides in (False, True)
+    }
+    try:
+        found["messages"] = traffic()
+    finally:
+        flow.fuse_loss_count(False)
+    return {name: wrong for name, wrong in found.items() if wrong}
+
+
+def test_a_hook_and_no_sync_slow_down_one_pass_alone() -> None:
+    assert run_on(2, looked_at_briefly) == [{}] * 2
 
 
 def held_on_one_rank() -> list[tuple[bool, bool]]:

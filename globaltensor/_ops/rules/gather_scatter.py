@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..._base.torch_private import outside_all_modes, take_along_wraps
+from ..._base.torch_private import is_fake, outside_all_modes, take_along_wraps
+from ..._tensor.global_tensor import GlobalTensor
 from ...errors import FormError
 from .helpers import dummy_like, skip_when_empty
 from .notation import Arg, LocalContext, OpDescription, Range, align
@@ -158,8 +159,29 @@ def _local_lookup(
 
 @rule("take")
 def _take(op: OpDescription, input: Arg, index: Arg) -> None:
+    op.composite = _take_flat
+
+
+def _take_flat(input: Any, index: Any) -> Any:
     # The index is flattened, since a single number as an index would give a view.
-    op.composite = lambda input, index: input.flatten()[index.reshape(-1)].reshape(index.shape)
+    try:
+        return input.flatten()[index.reshape(-1)].reshape(index.shape)
+    except IndexError:
+        check_elements(index, input.numel())
+        raise
+
+
+def check_elements(index: torch.Tensor, n: int) -> None:
+    """Raise torch's error for an index into the ``n`` elements of a tensor that is out of range.
+
+    Of a split index each rank checks its local tensor."""
+    if isinstance(index, GlobalTensor):
+        index = index._local
+    if not is_fake(index) and (wrong := index[(index < -n) | (index >= n)]).numel():
+        raise IndexError(
+            f"out of range: tried to access index {int(wrong.reshape(-1)[0])} on a tensor of {n} "
+            f"elements."
+        ) from None
 
 
 @rule("take_along_dim")

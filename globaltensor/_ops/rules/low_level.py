@@ -16,6 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..._base import torch_private
 from ..._base.python_bodies import python_body
 from ...errors import FormError
+from .gather_scatter import check_elements
 from .helpers import dims_of, reduced, skip_when_empty
 from .notation import Arg, Dims, LocalContext, OpDescription, align
 from .registry import DATA_FREE_VARIANTS, rule
@@ -355,9 +356,13 @@ def _put(op: OpDescription, *args: Any, **kwargs: Any) -> None:
 def _put_into_copy(
     input: Tensor, index: Tensor, source: Tensor, accumulate: bool = False
 ) -> Tensor:
-    flat, index, source = input.flatten(), index.flatten(), source.flatten()
-    index = torch.where(index < 0, index + flat.shape[0], index)
-    out = flat.index_add(0, index, source) if accumulate else flat.index_copy(0, index, source)
+    flat, given, source = input.flatten(), index.flatten(), source.flatten()
+    index = torch.where(given < 0, given + flat.shape[0], given)
+    try:
+        out = flat.index_add(0, index, source) if accumulate else flat.index_copy(0, index, source)
+    except (IndexError, RuntimeError):
+        check_elements(given, flat.shape[0])
+        raise
     return out.reshape(input.shape)
 
 

@@ -200,8 +200,10 @@ class Plan:
 
     @property
     def gap(self) -> float:
-        """The largest possible distance of the cost from the optimum, as a fraction of the cost."""
-        return max(0.0, (self.cost - self.bound) / self.cost) if self.cost else 0.0
+        """The largest possible distance of the cost from the optimum, as a fraction of the cost.
+
+        It is 0 if the cost is the bound within the precision of floats (`solver.proven`)."""
+        return 0.0 if proven(self.cost, self.bound) else (self.cost - self.bound) / self.cost
 
     @property
     def optimal(self) -> bool:

@@ -58,7 +58,7 @@ class Solution:
             return math.inf
         return (
             float(self.cost - self.bound) / (abs(self.cost) or 1.0)
-            if self.cost > self.bound
+            if not proven(self.cost, self.bound)
             else 0.0
         )
 
