@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from support.launched import Launched
+from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -400,6 +401,11 @@ def test_divergence_is_told_over_gloo(fresh_pool: Any, monkeypatch: pytest.Monke
     fresh_pool(2).run(on_gloo_pool)
 
 
+@needs_mpi
+def test_divergence_is_told_over_mpi() -> None:
+    same_on_all(run_by_mpi(2, diverging))
+
+
 def late() -> int:
     """Over gloo, check that later collectives are compared at intervals: a divergence raises an
     error within one interval."""
@@ -528,7 +534,18 @@ rank = flow.env.get_rank()
 B, S = flow.sbp.broadcast, flow.sbp.split
 x = torch.arange(12.).view(4, 3).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
 """
-READS = PROGRAM + "if rank == 0:\n    print(x)\n"
+READS = {
+    "print": "print(x)",
+    "item": "total = (x * x).sum().item()",
+    "logging": 'import logging; logging.warning("%s", x)',
+    # as torch.utils.tensorboard reads a value, in a function of a library
+    "writer": 'writer.add_scalar("loss", x.sum(), 1)',
+}
+WRITER = """
+class SummaryWriter:
+    def add_scalar(self, tag, value, step):
+        self.value = value.detach().cpu().numpy()
+"""
 LAST = PROGRAM + "print((x * (2 + rank)).to_local().sum())\n"
 OWN_GROUP = (
     "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -537,7 +554,9 @@ OWN_GROUP = (
 )
 
 
-def launched(folder: Path, program: str, *options: str, **variables: str) -> tuple[int, str]:
+def launched(
+    folder: Path, program: str, *options: str, warm: bool = True, **variables: str
+) -> tuple[int, str]:
     script = folder / "train.py"
     script.write_text(program)
     with Launched(
@@ -546,7 +565,7 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
         2,
         *options,
         script,
-        warm=True,
+        warm=warm,
         OMP_NUM_THREADS="1",
         **variables,
     ) as running:
@@ -554,16 +573,38 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
     return code, running.err
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
-@pytest.mark.sweep(2)
-def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: str) -> None:
-    code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared)
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    ("shared", "backend"),
+    [
+        ("1", "gloo"),
+        ("0", "gloo"),
+        pytest.param("1", "mpi", marks=[needs_mpi, pytest.mark.extended]),
+    ],
+    ids=["shared memory", "gloo", "mpi"],
+)
+def test_a_value_read_on_one_rank_is_told_in_few_lines(
+    tmp_path: Path, shared: str, backend: str, reads: str
+) -> None:
+    (tmp_path / "writers.py").write_text(WRITER)
+    program = PROGRAM + "from writers import SummaryWriter\nwriter = SummaryWriter()\n"
+    code, said = launched(
+        tmp_path,
+        f"{program}if rank == 0:\n    {READS[reads]}\n",
+        "--backend",
+        backend,
+        warm=backend != "mpi",
+        GLOBALTENSOR_SHARED_MEMORY=shared,
+    )
     assert code == 1
+    # a log call shows all its callers, among them those that run this program as __main__
+    said = re.sub(r".*File .*/support/warm_python/.*\n.*\n", "", said)
     own, _, summary = said.partition("globaltensor.launch:")
+    line = re.escape(READS[reads])
     for text in (own, summary):  # the rank's error and the launcher's summary say the same
         assert re.search(
-            r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: "
-            r"print\(x\)\n",
+            rf"File \".*train.py\", line 10, in <module>\n.*{line}\n(.*writers.py.*\n.*\n)?"
+            rf".*WorldError: (train.py:10: {line}|writers.py:4: .*)\n",
             text,
         ), text
         assert (
@@ -571,12 +612,21 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: s
             "rank, or box to broadcast first" in text
         )
         assert "/globaltensor/" not in text
+        assert "/logging/" not in text
         assert "GLHF" not in text
-        assert len(text.splitlines()) < 12, text
-    code, said = launched(
-        tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared, GLOBALTENSOR_TRACEBACK="full"
-    )
-    assert "/globaltensor/boxing/" in said
+        # the program goes on after a log call, so its end tells of the divergence, in 3 lines
+        assert len(text.splitlines()) < 12 + 3 * (reads == "logging"), text
+
+
+def test_all_frames_of_an_error_are_shown_on_request(tmp_path: Path) -> None:
+    for reads in ("print", "logging"):
+        code, said = launched(
+            tmp_path,
+            f"{PROGRAM}if rank == 0:\n    {READS[reads]}\n",
+            GLOBALTENSOR_TRACEBACK="full",
+        )
+        assert code == 1
+        assert "/globaltensor/boxing/" in said
 
 
 @pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])
