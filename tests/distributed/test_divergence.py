@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import forked
 from support.launched import Launched
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
@@ -24,7 +25,7 @@ from globaltensor._base.tracebacks import shortened
 from globaltensor.distributed.divergence import ALWAYS_COMPARED, COMPARED_EVERY, due
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
+from globaltensor.errors import DivergenceError, GlobalTensorError, GraphError, SbpError, ShapeError
 from globaltensor.utils.data import GlobalBatches
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -399,6 +400,126 @@ def on_gloo_pool() -> None:
 def test_divergence_is_told_over_gloo(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
     fresh_pool(2).run(on_gloo_pool)
+
+
+class Called(flow.nn.Graph):  # type: ignore[misc]
+    """A function as a graph."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def graph_refused(body: Any, *patterns: str) -> str:
+    with pytest.raises((GraphError, DivergenceError)) as found:
+        body()
+    world().forget()
+    world().comm(tuple(range(world().size))).barrier()
+    text = str(found.value)
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
+    return text
+
+
+def same_number_of_bytes() -> list[str]:
+    """Diverge in the dtype or layout, where all messages have the same number of bytes."""
+    rank, said = flow.env.get_rank(), []
+
+    def square(sbp: Any = B) -> Any:
+        return torch.arange(16.0).view(4, 4).to_global(line(), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+
+    for dtypes in (
+        (torch.float32, torch.int32),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.int64),
+    ):
+        names = [re.escape(f"({flow_name[dtype]}[4, 4] S(0), int)") for dtype in dtypes]
+        mine = dtypes[rank]
+
+        def cast(x: Any, dtype: torch.dtype = mine) -> Any:
+            return (x.to(dtype) * 2).to_global(sbp=B)
+
+        said.append(refused(lambda cast=cast: cast(square(S(0))), *names))  # type: ignore[misc]
+        graph = Called(cast)
+        said.append(graph_refused(lambda graph=graph: graph(square(S(0))), *map(str, dtypes)))  # type: ignore[misc]
+        graph = Called(lambda x: (x * 2).to_global(sbp=B))
+        both = [square(S(0)).to(dtype) for dtype in dtypes]
+        for x in both:
+            graph(x)  # captured for each dtype
+        said.append(graph_refused(lambda graph=graph, both=both: graph(both[rank])))  # type: ignore[misc]
+    layouts = r"f32\[4, 4\] S\(0\)", r"f32\[4, 4\] S\(1\)"
+    mine = S(rank)
+    said.append(refused(lambda: square(mine).to_global(sbp=B), *layouts))
+    said.append(refused(lambda: square(mine).exp().to_global(sbp=B), *layouts))
+    said.append(refused(lambda: square(mine).sum().item(), *layouts))
+    graph = Called(lambda x: x.to_global(sbp=mine).exp().to_global(sbp=B))
+    said.append(graph_refused(lambda: graph(square()), *layouts))
+    graph = Called(lambda x: x.exp().to_global(sbp=B))
+    for x in (square(S(0)), square(S(1))):
+        graph(x)  # captured for each layout
+    said.append(graph_refused(lambda: graph(square(mine))))
+    return said
+
+
+flow_name = {
+    torch.float32: "f32",
+    torch.int32: "i32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float64: "f64",
+    torch.int64: "i64",
+}
+
+
+def test_divergence_without_another_number_of_bytes_is_told() -> None:
+    same_on_all(run_on(2, same_number_of_bytes))
+
+
+def square_on_a_grid(*sbp: Any) -> Any:
+    grid = flow.placement("cpu", [[0, 1], [2, 3]])
+    return torch.arange(16.0).view(4, 4).to_global(grid, [B, B]).to_global(sbp=list(sbp))  # type: ignore[attr-defined]
+
+
+def on_a_grid() -> list[str]:
+    """Diverge on four ranks in two axes: on one rank, a row of ranks or a column of ranks."""
+    rank, said, square = flow.env.get_rank(), [], square_on_a_grid
+    for odd in (rank == 3, rank > 1, rank % 2 == 1):
+        k, operation = (3, torch.sin) if odd else (2, torch.cos)
+        for layout in ((S(0), S(1)), (S(1), S(0)), (S(0), S(0))):
+            x = square(*layout)
+            said.append(refused(lambda x=x, k=k: (x * k).sum().item(), "diverged"))  # type: ignore[misc]
+            said.append(
+                refused(lambda x=x, f=operation: f(x).sum().item(), r"cos\(f32", r"sin\(f32")  # type: ignore[misc]
+            )
+        graph = Called(lambda x, k=k: (x * k).sum())  # type: ignore[misc]
+        said.append(
+            graph_refused(lambda graph=graph: graph(square(S(0), S(1))).item(), "another graph")  # type: ignore[misc]
+        )
+    return said
+
+
+def test_divergence_on_a_grid_is_told_on_every_rank() -> None:
+    same_on_all(run_on(4, on_a_grid))
+
+
+def one_column(axis: int) -> None:
+    """Read a sum over the ranks of one axis. Ranks 0 and 2, or 0 and 1, meet no odd rank there."""
+    x = square_on_a_grid(*((S(0), B), (B, S(1)))[axis])
+    (x * (3 if flow.env.get_rank() == 3 else 2)).sum().item()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.sweep(2)
+def test_divergence_in_one_column_of_a_grid_ends_the_job(axis: int) -> None:
+    codes, said = forked(4, one_column, axis)
+    for rank in (3, (1, 2)[axis]):
+        assert codes[rank] == 1
+        assert "DivergenceError: test_divergence.py" in said[rank]
+        assert "the ranks have diverged" in said[rank]
+    assert None not in codes
 
 
 @needs_mpi
