@@ -19,10 +19,10 @@ SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --num
 SOURCES := globaltensor tests examples benchmarks docs/site
 export OMP_NUM_THREADS ?= 1
 # Bytecode is saved also where python is told to write none: each pytest process takes 8 s to compile the tests.
-check test test-extended test-slow test-gpu: export PYTHONDONTWRITEBYTECODE :=
+check test test-extended test-slow test-campaign test-gpu: export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help venv install-mpi train check test test-extended test-slow test-gpu lint types stubs docs docs-serve coverage bench clean
+.PHONY: help venv install-mpi train check test test-extended test-slow test-campaign test-gpu lint types stubs docs docs-serve coverage bench clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(firstword $(MAKEFILE_LIST)) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -53,6 +53,9 @@ test-extended: $(STAMP)  ## the other cases of sweeps, and long tests with a qui
 
 test-slow: test-extended  ## all that make test leaves out
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
+
+test-campaign: $(STAMP)  ## all random programs in which one rank diverges: 4 minutes on two cores
+	$(BIN)/python -m pytest -m 'slow or extended' --timeout 600 tests/distributed/test_divergence_campaign.py $(ARGS)
 
 # ON_GPU: tests of the CPU that `make test-gpu` also runs with their placements on the GPU, which the ranks share (tests/support/device.py).
 ON_GPU := tests/boxing/test_boxing_processes.py tests/end_to_end/test_training.py tests/optim/test_zero.py tests/ops/test_opinfo.py tests/ops/test_rules_indexing.py tests/ops/test_rules_views.py

@@ -232,6 +232,11 @@ TABLE: tuple[Patch, ...] = (
         "Python 3.10",
         "errors of this library show the user's frames only; MPI learns that its process failed",
     ),
+    Patch(
+        "logging:Handler.handleError",
+        "Python 3.10",
+        "errors of this library in a log call, which logging prints, show the user's frames only",
+    ),
     Patch("safetensors.torch:_flatten", "safetensors 0.4", _SAVER),
     Patch("safetensors.torch:_flatten_as_ptr", "safetensors 0.6", _SAVER),
     Patch("safetensors.torch:save_model", "safetensors 0.4", _SAVER),

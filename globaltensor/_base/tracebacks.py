@@ -3,10 +3,14 @@
 So do errors of torch that this library found before the call ran (`mark_torch_error`). Frames of
 this library, of torch and of the standard library are left out. The package calls
 `install` when it is imported. ``GLOBALTENSOR_TRACEBACK=full`` shows all frames.
+
+Logging catches the errors of its calls, such as ``logging.info("%s", x)`` on one rank alone, and
+prints them itself. They are shortened there too.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import traceback
@@ -28,19 +32,19 @@ def mark_torch_error(error: Exception) -> None:
     setattr(error, _MARK, True)
 
 
-def shortened(error: BaseException) -> list[str] | None:
+def shortened(error: BaseException, callers: bool = False) -> list[str] | None:
     """Return the traceback of this library's or a marked error, with the user's frames only.
 
-    Return None where the full traceback should be shown.
+    ``callers``: show the callers of the frame that caught the error as well. Return None where
+    the full traceback should be shown.
     """
     ours = isinstance(error, GlobalTensorError) or getattr(error, _MARK, False)
     if not ours or os.environ.get(VARIABLE) == "full":
         return None
-    frames = [
-        (frame, line)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-        if is_user_code(frame.f_code)
-    ]
+    walked = [*traceback.walk_tb(error.__traceback__)]
+    if callers and walked and walked[0][0].f_back is not None:
+        walked = [*reversed([*traceback.walk_stack(walked[0][0].f_back)]), *walked]
+    frames = [(frame, line) for frame, line in walked if is_user_code(frame.f_code)]
     if not frames:
         return None
     shown = traceback.format_list(traceback.StackSummary.extract(iter(frames)))
@@ -54,7 +58,8 @@ def shortened(error: BaseException) -> list[str] | None:
 
 
 def install() -> None:
-    """Make the interpreter, and IPython, show this library's errors with the user's frames only."""
+    """Make the interpreter, IPython and logging show this library's errors with the user's frames
+    only."""
 
     def showing(before: Any) -> Any:
         def hook(
@@ -68,7 +73,19 @@ def install() -> None:
 
         return hook
 
+    def showing_in_logs(before: Any) -> Any:
+        def handleError(self: logging.Handler, record: logging.LogRecord) -> Any:
+            error = sys.exc_info()[1]
+            lines = None if error is None else shortened(error, callers=True)
+            if lines is None or not logging.raiseExceptions or sys.stderr is None:
+                return before(self, record)
+            sys.stderr.write("".join(lines))
+            return None
+
+        return handleError
+
     patch("sys:excepthook", showing)
+    patch("logging:Handler.handleError", showing_in_logs)
     GlobalTensorError._render_traceback_ = _ipython_lines  # type: ignore[attr-defined]
 
 

@@ -141,13 +141,15 @@ class RankGuard(TorchFunctionMode):
                 for p in sorted(common, key=repr)
             }
             state = hashlib.blake2b(json.dumps(counts).encode(), digest_size=8).hexdigest()
+            # Groups of which this collective joins several ranks. A group is named by a digest, so
+            # that a report stays short where groups are large.
             replicas = {
-                repr(g): (n, digest.hex(), list(last))
-                for g, (n, digest, last) in sorted(self._replicas.items())
-                if set(comm.ranks) <= set(g)
+                hashlib.blake2b(repr(g).encode(), digest_size=4).hexdigest(): each
+                for g, each in sorted(self._replicas.items())
+                if len(set(comm.ranks) & set(g)) > 1
             }
-            held = {g: (n, digest) for g, (n, digest, _) in replicas.items()}
-            shown = [each for _, _, last in replicas.values() for each in last]
+            held = {g: f"{n} {digest.hex()}" for g, (n, digest, _) in replicas.items()}
+            shown = [(g, *each) for g, (_, _, last) in replicas.items() for each in last]
             own_report = {
                 "kind": kind,
                 "op": self._now,
@@ -156,10 +158,7 @@ class RankGuard(TorchFunctionMode):
                 "state": state,
                 "done": done,
             }
-            own_report |= {
-                "replicas": hashlib.blake2b(json.dumps(held).encode(), digest_size=8).hexdigest(),
-                "operands": shown,
-            }
+            own_report |= {"replicas": held, "operands": shown}
             reports = self._exchange_reports(comm, own_report)
         finally:
             self._busy = False
@@ -171,9 +170,16 @@ class RankGuard(TorchFunctionMode):
                 self._world.forget()
                 self._world.diverged = _mismatched_ops_text(first, reference, rank, other)
                 raise DivergenceError(self._world.diverged)
-            if other["replicas"] != reference["replicas"]:
-                self._world.forget()
-                raise DivergenceError(_mismatched_replicas_text(first, reference, rank, other))
+        # and each rank of a group of replicas with the first one of that group
+        firsts: dict[str, tuple[int, dict[str, Any]]] = {}
+        for rank, other in zip(comm.ranks, reports, strict=True):
+            for group, digest in other["replicas"].items():
+                first, reference = firsts.setdefault(group, (rank, other))
+                if digest != reference["replicas"][group]:
+                    self._world.forget()
+                    raise DivergenceError(
+                        _mismatched_replicas_text(group, first, reference, rank, other)
+                    )
 
     def _exchange_reports(self, comm: Communicator, own_report: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
@@ -286,17 +292,15 @@ def _mismatched_ops_text(
 
 
 def _mismatched_replicas_text(
-    me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
+    group: str, me: int, own_report: dict[str, Any], rank: int, other: dict[str, Any]
 ) -> str:
-    """Return the error text for ranks whose replicas hold different values."""
-    pair = next(
-        (
-            (a, b)
-            for a, b in zip(own_report["operands"], other["operands"], strict=False)
-            if a[0] != b[0]
-        ),
-        None,
+    """Return the error text for ranks of a group whose replicas hold different values."""
+    own_operands, other_operands = (
+        [(text, line) for of, text, line in report["operands"] if of == group]
+        for report in (own_report, other)
     )
+    pairs = zip(own_operands, other_operands, strict=False)
+    pair = next(((a, b) for a, b in pairs if a[0] != b[0]), None)
     which = (
         "an operand before those that the ranks have exchanged"
         if pair is None

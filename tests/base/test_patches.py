@@ -16,13 +16,13 @@ from globaltensor._base.patches import Patch, patch, status, undo
 # The changes that `import globaltensor` makes in torch's modules and classes. They are found by
 # comparing all attributes before and after.
 CHANGED = """
-import functools, sys, types, warnings
+import functools, logging, sys, types, warnings
 warnings.simplefilter("ignore")
 import torch, torch.distributed, torch.distributed.checkpoint, torch.utils.checkpoint
 import torch.distributed.checkpoint.state_dict, torch.nn.attention.flex_attention
 
 def attributes():
-    found, classes = {}, {}
+    found, classes = {}, {logging.Handler: None}
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "torch" and isinstance(module, types.ModuleType):
             for key, value in list(vars(module).items()):

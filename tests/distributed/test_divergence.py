@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.forked import forked
 from support.launched import Launched
+from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -23,7 +25,7 @@ from globaltensor._base.tracebacks import shortened
 from globaltensor.distributed.divergence import ALWAYS_COMPARED, COMPARED_EVERY, due
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError, GlobalTensorError, SbpError, ShapeError
+from globaltensor.errors import DivergenceError, GlobalTensorError, GraphError, SbpError, ShapeError
 from globaltensor.utils.data import GlobalBatches
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -448,6 +450,131 @@ def test_divergence_is_told_over_gloo(fresh_pool: Any, monkeypatch: pytest.Monke
     fresh_pool(2).run(on_gloo_pool)
 
 
+class Called(flow.nn.Graph):  # type: ignore[misc]
+    """A function as a graph."""
+
+    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def build(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(x)
+
+
+def graph_refused(body: Any, *patterns: str) -> str:
+    with pytest.raises((GraphError, DivergenceError)) as found:
+        body()
+    world().forget()
+    world().comm(tuple(range(world().size))).barrier()
+    text = str(found.value)
+    for pattern in patterns:
+        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
+    return text
+
+
+def same_number_of_bytes() -> list[str]:
+    """Diverge in the dtype or layout, where all messages have the same number of bytes."""
+    rank, said = flow.env.get_rank(), []
+
+    def square(sbp: Any = B) -> Any:
+        return torch.arange(16.0).view(4, 4).to_global(line(), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+
+    for dtypes in (
+        (torch.float32, torch.int32),
+        (torch.float16, torch.bfloat16),
+        (torch.float64, torch.int64),
+    ):
+        names = [re.escape(f"({flow_name[dtype]}[4, 4] S(0), int)") for dtype in dtypes]
+        mine = dtypes[rank]
+
+        def cast(x: Any, dtype: torch.dtype = mine) -> Any:
+            return (x.to(dtype) * 2).to_global(sbp=B)
+
+        said.append(refused(lambda cast=cast: cast(square(S(0))), *names))  # type: ignore[misc]
+        graph = Called(cast)
+        said.append(graph_refused(lambda graph=graph: graph(square(S(0))), *map(str, dtypes)))  # type: ignore[misc]
+        graph = Called(lambda x: (x * 2).to_global(sbp=B))
+        both = [square(S(0)).to(dtype) for dtype in dtypes]
+        for x in both:
+            graph(x)  # captured for each dtype
+        said.append(graph_refused(lambda graph=graph, both=both: graph(both[rank])))  # type: ignore[misc]
+    layouts = r"f32\[4, 4\] S\(0\)", r"f32\[4, 4\] S\(1\)"
+    mine = S(rank)
+    said.append(refused(lambda: square(mine).to_global(sbp=B), *layouts))
+    said.append(refused(lambda: square(mine).exp().to_global(sbp=B), *layouts))
+    said.append(refused(lambda: square(mine).sum().item(), *layouts))
+    graph = Called(lambda x: x.to_global(sbp=mine).exp().to_global(sbp=B))
+    said.append(graph_refused(lambda: graph(square()), *layouts))
+    graph = Called(lambda x: x.exp().to_global(sbp=B))
+    for x in (square(S(0)), square(S(1))):
+        graph(x)  # captured for each layout
+    said.append(graph_refused(lambda: graph(square(mine))))
+    return said
+
+
+flow_name = {
+    torch.float32: "f32",
+    torch.int32: "i32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.float64: "f64",
+    torch.int64: "i64",
+}
+
+
+def test_divergence_without_another_number_of_bytes_is_told() -> None:
+    same_on_all(run_on(2, same_number_of_bytes))
+
+
+def square_on_a_grid(*sbp: Any) -> Any:
+    grid = flow.placement("cpu", [[0, 1], [2, 3]])
+    return torch.arange(16.0).view(4, 4).to_global(grid, [B, B]).to_global(sbp=list(sbp))  # type: ignore[attr-defined]
+
+
+def on_a_grid() -> list[str]:
+    """Diverge on four ranks in two axes: on one rank, a row of ranks or a column of ranks."""
+    rank, said, square = flow.env.get_rank(), [], square_on_a_grid
+    for odd in (rank == 3, rank > 1, rank % 2 == 1):
+        k, operation = (3, torch.sin) if odd else (2, torch.cos)
+        for layout in ((S(0), S(1)), (S(1), S(0)), (S(0), S(0))):
+            x = square(*layout)
+            said.append(refused(lambda x=x, k=k: (x * k).sum().item(), "diverged"))  # type: ignore[misc]
+            said.append(
+                refused(lambda x=x, f=operation: f(x).sum().item(), r"cos\(f32", r"sin\(f32")  # type: ignore[misc]
+            )
+        graph = Called(lambda x, k=k: (x * k).sum())  # type: ignore[misc]
+        said.append(
+            graph_refused(lambda graph=graph: graph(square(S(0), S(1))).item(), "another graph")  # type: ignore[misc]
+        )
+    return said
+
+
+def test_divergence_on_a_grid_is_told_on_every_rank() -> None:
+    same_on_all(run_on(4, on_a_grid))
+
+
+def one_column(axis: int) -> None:
+    """Read a sum over the ranks of one axis. Ranks 0 and 2, or 0 and 1, meet no odd rank there."""
+    x = square_on_a_grid(*((S(0), B), (B, S(1)))[axis])
+    (x * (3 if flow.env.get_rank() == 3 else 2)).sum().item()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.sweep(2)
+def test_divergence_in_one_column_of_a_grid_ends_the_job(axis: int) -> None:
+    codes, said = forked(4, one_column, axis)
+    for rank in (3, (1, 2)[axis]):
+        assert codes[rank] == 1
+        assert "DivergenceError: test_divergence.py" in said[rank]
+        assert "the ranks have diverged" in said[rank]
+    assert None not in codes
+
+
+@needs_mpi
+def test_divergence_is_told_over_mpi() -> None:
+    same_on_all(run_by_mpi(2, diverging))
+
+
 def late() -> int:
     """Over gloo, check that later collectives are compared at intervals: a divergence raises an
     error within one interval."""
@@ -545,6 +672,75 @@ def test_check_replicas() -> None:
     same_on_all(run_on(2, replicas))
 
 
+def replicas_on_a_grid() -> list[str]:
+    rank, said = flow.env.get_rank(), []
+    for layout, bad, pattern in (
+        ((B, S(1)), 3, r"w: rank 1: \w+; rank 3: \w+"),
+        ((S(0), B), 1, r"w: rank 0: \w+; rank 1: \w+"),
+        ((B, B), 2, r"w: ranks 0, 1, 3: \w+; rank 2: \w+"),
+    ):
+        w = square_on_a_grid(*layout)
+        flow.check_replicas({"w": w})
+        with flow.check_ranks():
+            assert (w * 2).sum().item() == 240.0
+        w.to_local().add_(float(rank == bad))
+        said.append(refused(lambda w=w: flow.check_replicas({"w": w}), "of 1 tensor", pattern))  # type: ignore[misc]
+
+        def guarded(w: Any = w) -> None:
+            with flow.check_ranks():  # the sum joins all ranks, more than those with one replica
+                (w * square_on_a_grid(S(0), S(1))).sum().item()
+
+        said.append(refused(guarded, "replicas differ", "operand 0 of mul", f"on rank {bad}"))
+    w = square_on_a_grid(S(0), S(1))
+    w.to_local().add_(float(rank))
+    flow.check_replicas(w)
+    model = flow.parallelize(nn.Linear(4, 4), w.placement, ["data", "fsdp"])
+    with torch.no_grad():
+        model.weight.to_local().add_(float(rank == 2))  # type: ignore[operator, union-attr]
+    said.append(refused(lambda: flow.check_replicas(model), "weight: rank 0: .*; rank 2: "))
+    return said
+
+
+def test_check_replicas_on_a_grid() -> None:
+    same_on_all(run_on(4, replicas_on_a_grid))
+
+
+def replicas_of_a_graph() -> list[str]:
+    rank, said = flow.env.get_rank(), []
+    model = flow.parallelize(nn.Linear(3, 2), line(), "data")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    class Train(flow.nn.Graph):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.add_optimizer(optimizer)
+
+        def build(self, x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(x).square().mean()
+            loss.backward()
+            return loss
+
+    graph = Train()
+    for _ in range(2):
+        graph(rows())
+    flow.check_replicas(model, optimizer)
+    state: Any = optimizer.state[model.weight]["exp_avg"]
+    state.to_local()[0, 0] += rank
+    said.append(refused(lambda: flow.check_replicas(optimizer), "exp_avg of parameter 0"))
+    state.to_local()[0, 0] -= rank
+    state.copy_(state.to_local().to_global(line(), B))
+    with torch.no_grad():
+        model.weight.to_local()[0, 0] += rank  # type: ignore[index, operator, union-attr]
+    graph(rows())
+    said.append(refused(lambda: flow.check_replicas(model), r"weight: rank 0: \w+; rank 1: "))
+    return said
+
+
+def test_check_replicas_of_a_model_in_a_graph() -> None:
+    same_on_all(run_on(2, replicas_of_a_graph))
+
+
 def replicas_in_guard_mode() -> str:
     w = torch.ones(3).to_global(line(), B)  # type: ignore[attr-defined]
     with flow.check_ranks():
@@ -576,7 +772,18 @@ rank = flow.env.get_rank()
 B, S = flow.sbp.broadcast, flow.sbp.split
 x = torch.arange(12.).view(4, 3).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
 """
-READS = PROGRAM + "if rank == 0:\n    print(x)\n"
+READS = {
+    "print": "print(x)",
+    "item": "total = (x * x).sum().item()",
+    "logging": 'import logging; logging.warning("%s", x)',
+    # as torch.utils.tensorboard reads a value, in a function of a library
+    "writer": 'writer.add_scalar("loss", x.sum(), 1)',
+}
+WRITER = """
+class SummaryWriter:
+    def add_scalar(self, tag, value, step):
+        self.value = value.detach().cpu().numpy()
+"""
 LAST = PROGRAM + "print((x * (2 + rank)).to_local().sum())\n"
 OWN_GROUP = (
     "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
@@ -585,7 +792,9 @@ OWN_GROUP = (
 )
 
 
-def launched(folder: Path, program: str, *options: str, **variables: str) -> tuple[int, str]:
+def launched(
+    folder: Path, program: str, *options: str, warm: bool = True, **variables: str
+) -> tuple[int, str]:
     script = folder / "train.py"
     script.write_text(program)
     with Launched(
@@ -594,7 +803,7 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
         2,
         *options,
         script,
-        warm=True,
+        warm=warm,
         OMP_NUM_THREADS="1",
         **variables,
     ) as running:
@@ -602,16 +811,38 @@ def launched(folder: Path, program: str, *options: str, **variables: str) -> tup
     return code, running.err
 
 
-@pytest.mark.parametrize("shared", ["1", "0"])
-@pytest.mark.sweep(2)
-def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: str) -> None:
-    code, said = launched(tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared)
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    ("shared", "backend"),
+    [
+        ("1", "gloo"),
+        ("0", "gloo"),
+        pytest.param("1", "mpi", marks=[needs_mpi, pytest.mark.extended]),
+    ],
+    ids=["shared memory", "gloo", "mpi"],
+)
+def test_a_value_read_on_one_rank_is_told_in_few_lines(
+    tmp_path: Path, shared: str, backend: str, reads: str
+) -> None:
+    (tmp_path / "writers.py").write_text(WRITER)
+    program = PROGRAM + "from writers import SummaryWriter\nwriter = SummaryWriter()\n"
+    code, said = launched(
+        tmp_path,
+        f"{program}if rank == 0:\n    {READS[reads]}\n",
+        "--backend",
+        backend,
+        warm=backend != "mpi",
+        GLOBALTENSOR_SHARED_MEMORY=shared,
+    )
     assert code == 1
+    # a log call shows all its callers, among them those that run this program as __main__
+    said = re.sub(r".*File .*/support/warm_python/.*\n.*\n", "", said)
     own, _, summary = said.partition("globaltensor.launch:")
+    line = re.escape(READS[reads])
     for text in (own, summary):  # the rank's error and the launcher's summary say the same
         assert re.search(
-            r"File \".*train.py\", line 8, in <module>\n.*print\(x\)\n.*WorldError: train.py:8: "
-            r"print\(x\)\n",
+            rf"File \".*train.py\", line 10, in <module>\n.*{line}\n(.*writers.py.*\n.*\n)?"
+            rf".*WorldError: (train.py:10: {line}|writers.py:4: .*)\n",
             text,
         ), text
         assert (
@@ -619,12 +850,21 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(tmp_path: Path, shared: s
             "rank, or box to broadcast first" in text
         )
         assert "/globaltensor/" not in text
+        assert "/logging/" not in text
         assert "GLHF" not in text
-        assert len(text.splitlines()) < 12, text
-    code, said = launched(
-        tmp_path, READS, GLOBALTENSOR_SHARED_MEMORY=shared, GLOBALTENSOR_TRACEBACK="full"
-    )
-    assert "/globaltensor/boxing/" in said
+        # the program goes on after a log call, so its end tells of the divergence, in 3 lines
+        assert len(text.splitlines()) < 12 + 3 * (reads == "logging"), text
+
+
+def test_all_frames_of_an_error_are_shown_on_request(tmp_path: Path) -> None:
+    for reads in ("print", "logging"):
+        code, said = launched(
+            tmp_path,
+            f"{PROGRAM}if rank == 0:\n    {READS[reads]}\n",
+            GLOBALTENSOR_TRACEBACK="full",
+        )
+        assert code == 1
+        assert "/globaltensor/boxing/" in said
 
 
 @pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])

@@ -3,13 +3,17 @@ programs ends with exit code 0; without the odd step all of them do."""
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.diverging import KINDS, drawn
 from support.forked import forked
+from support.launched import Launched
 from support.mpi import needs_mpi, run_by_mpi
+from support.pool import run_on
 
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError, GraphError
@@ -62,7 +66,7 @@ def test_every_kind_of_odd_step_is_drawn() -> None:
     assert len(odd) == len(KINDS)
 
 
-def over_mpi(numbers: range, graph: bool) -> list[tuple[int, str]]:
+def in_one_world(numbers: range, graph: bool) -> list[tuple[int, str]]:
     """Return the programs whose divergence raised no error in this world."""
     wrong = []
     for number in numbers:
@@ -73,18 +77,57 @@ def over_mpi(numbers: range, graph: bool) -> list[tuple[int, str]]:
             except (DivergenceError, GraphError) as error:
                 told = type(error).__name__
             held = [h.digest() for h in world().histories.values()]
-            everyone = world().comm((0, 1)).all_gather_unchecked(held)
-            same = everyone[0] == everyone[1]
+            try:
+                first, second = world().comm((0, 1)).all_gather_unchecked(held)
+                same = first == second
+            except DivergenceError:  # each message in shared memory carries the digest
+                same = False
             if (odd is None and (told or not same)) or (odd is not None and not told and same):
                 wrong.append((number, f"odd {odd}, told {told!r}, same {same}"))
             world().forget()
     return wrong
 
 
+def all_kinds(run: Any, rounds: int = 1) -> None:
+    """In each round every kind of step is the odd one of a program, eager and as a graph."""
+    for graph in (False, True):
+        assert run(2, in_one_world, range(rounds * len(KINDS)), graph) == [[], []]
+
+
+def test_all_kinds_on_shared_memory() -> None:
+    all_kinds(run_on)
+
+
+def test_all_kinds_on_gloo(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
+    pool = fresh_pool(2)
+    all_kinds(lambda n, fn, *args: pool.run(fn, *args))
+
+
 @needs_mpi
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_on_mpi(rounds: int) -> None:
-    """In each round every kind of step is the odd one of a program."""
-    for graph in (False, True):
-        numbers = range(rounds * len(KINDS))
-        assert run_by_mpi(2, over_mpi, numbers, graph, timeout=120.0) == [[], []]
+def test_all_kinds_on_mpi(rounds: int) -> None:
+    all_kinds(functools.partial(run_by_mpi, timeout=120.0), rounds)
+
+
+PROGRAM = """
+import os
+from support.diverging import drawn
+drawn({number}, {graph}).run(odd=int(os.environ["RANK"]) == {odd}, graph={graph})
+"""
+
+
+@needs_mpi
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("reads", "graph"), [(False, False), (True, True)], ids=["reads nothing", "graph that is read"]
+)
+def test_programs_on_mpi_end_with_an_error(tmp_path: Path, reads: bool, graph: bool) -> None:
+    number = next(n for n in range(100, 200) if drawn(n, graph).reads == reads)
+    script, root = tmp_path / "train.py", Path(__file__).parents[2]
+    script.write_text(PROGRAM.format(number=number, graph=graph, odd=number % 2))
+    path = f"{root}:{root / 'tests'}"
+    options = "--nproc_per_node", 2, "--backend", "mpi"
+    with Launched(tmp_path, *options, script, PYTHONPATH=path, OMP_NUM_THREADS="1") as running:
+        assert running.code() != 0
+    running.says("DivergenceError|GraphError")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -120,6 +121,14 @@ raise RuntimeError("Read error [127.0.0.1]:31649: Connection reset by peer")
     assert "rank 1 (local rank 1" in told.splitlines()[0]
     assert "| ValueError: the sky fell" in told
     assert "| RuntimeError" not in told
+    # the other rank's error is one line of the report, and none where it had no time to fail
+    others = re.findall(
+        r"another rank failed too: rank 0 \(local rank 0, pid \d+ on .*\) ended with exit code 1\n",
+        told,
+    )
+    assert len(others) == told.count("rank 0 (local rank 0")
+    assert len(others) == 1 if late else len(others) <= 1
+    assert len(told.splitlines()) < 12, told
     assert nobody_left(folder)
 
 

@@ -100,6 +100,62 @@ def test_optimizers_made_before_train() -> None:
     run_on(4, optimizers_made_before, 2, timeout=240.0)
 
 
+class Trained(flow.nn.Graph):  # type: ignore[misc]
+    """A training step as a graph, perhaps with ZeRO of this stage."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stage: int) -> None:
+        super().__init__()
+        self.model = model
+        self.add_optimizer(optimizer)
+        if stage:
+            self.config.enable_zero(True, stage=stage, shard_min_size=1)
+
+    def build(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+
+def optimizers_made_before_graphs(axes: int) -> None:
+    where = everyone(axes)
+    for name in ("sgd", "adamw", "adamw foreach"):
+        make = OPTIMIZERS[name]
+        for stage, plan, before in (
+            (0, "data", 1),
+            (0, "tensor", 0),
+            (0, "fsdp", 1),
+            (1, "data", 1),
+            (2, "data", 0),
+            (3, "data", 1),
+            (3, "tensor", 0),
+        ):
+            reference, model = mlp(), mlp()
+            reference_optimizer, optimizer = (make(m.parameters()) for m in (reference, model))
+            want = trained(reference, reference_optimizer, rows(), before + STEPS)
+            held = list(model.parameters())
+            got = trained(model, optimizer, rows(), before)
+            if plan == "data" and before:
+                model.to_global(where, [B] * axes)  # type: ignore[operator]
+            else:
+                flow.parallelize(model, where, [plan] * axes)
+            optimizer.zero_grad()
+            graph = Trained(model, optimizer, stage)
+            got += [graph(given(rows(), where)).item() for _ in range(STEPS)]
+            assert got == pytest.approx(want, rel=1e-9), (name, stage, plan)
+            assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
+            for p, q in zip(held, reference.parameters(), strict=True):
+                same(p, q)
+
+
+def test_optimizers_made_before_train_in_graphs() -> None:
+    run_on(2, optimizers_made_before_graphs, 1)
+
+
+@pytest.mark.extended
+def test_optimizers_made_before_train_in_graphs_on_a_grid() -> None:
+    run_on(4, optimizers_made_before_graphs, 2, timeout=240.0)
+
+
 def hooks_and_gradients() -> None:
     def hooked(model: nn.Module) -> tuple[list[Any], list[str]]:
         seen: list[str] = []
