@@ -54,7 +54,7 @@ test-extended: $(STAMP)  ## the other cases of sweeps, and long tests with a qui
 test-slow: test-extended  ## all that make test leaves out
 	$(BIN)/python -m pytest -m 'slow and not gpu' --timeout 1800 $(ARGS)
 
-test-campaign: $(STAMP)  ## all random programs in which one rank diverges: 4 minutes on two cores
+test-campaign: $(STAMP)  ## all random programs in which one rank diverges: 3 minutes on two cores
 	$(BIN)/python -m pytest -m 'slow or extended' --timeout 600 tests/distributed/test_divergence_campaign.py $(ARGS)
 
 # ON_GPU: tests of the CPU that `make test-gpu` also runs with their placements on the GPU, which the ranks share (tests/support/device.py).

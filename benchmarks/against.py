@@ -8,10 +8,10 @@ the median over the rounds of their ratio, with its quartiles. A ratio above 1 m
 is slower. Both runs take their benchmarks from this tree and the library from their own, so a
 benchmark that names a module which the commit lacks does not run.
 
-Processes may lie differently in memory, and cores may differ in pace. ``--starts 5`` starts both
-runs five times and takes all rounds together. A benchmark of one process is best held on one core,
-by ``taskset -c 1 python benchmarks/against.py ...``. Where a ratio of the contenders that are not
-ours is still as far from 1, the figures don't tell.
+The addresses that a process gets change its times. ``--starts 5`` starts both runs five times, and
+the report takes the rounds of all starts together. Cores differ in pace: keep a benchmark of one
+process on one core, by ``taskset -c 1 python benchmarks/against.py ...``. A ratio of ours proves
+nothing if the ratios of the other contenders are as far from 1.
 """
 
 from __future__ import annotations

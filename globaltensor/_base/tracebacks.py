@@ -10,6 +10,7 @@ prints them itself. They are shortened there too.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -79,7 +80,8 @@ def install() -> None:
             lines = None if error is None else shortened(error, callers=True)
             if lines is None or not logging.raiseExceptions or sys.stderr is None:
                 return before(self, record)
-            sys.stderr.write("".join(lines))
+            with contextlib.suppress(OSError):  # as logging does
+                sys.stderr.write("".join(lines))
             return None
 
         return handleError

@@ -73,8 +73,8 @@ def local_grad(leaf: GlobalTensor) -> tuple[bool, torch.Tensor | None]:
 def clear_grads(leaves: Iterable[GlobalTensor]) -> None:
     """Clear the gradients of these leaves without reading them.
 
-    A rank that does not clear a gradient adds the next one to it, so what is cleared is recorded,
-    as one call for all leaves on a placement."""
+    The call is recorded once for each placement, because a rank that does not clear a gradient adds
+    the next one to it."""
     cleared: dict[Placement, list[GlobalTensor]] = {}
     for x in leaves:
         local, leaf = x._local, x._leaf

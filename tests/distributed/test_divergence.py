@@ -17,6 +17,7 @@ from support.forked import forked
 from support.launched import Launched
 from support.mpi import needs_mpi, run_by_mpi
 from support.pool import run_on
+from support.refused import refused
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -42,18 +43,6 @@ def rows(sbp: Any = None) -> Any:
         .to_global(line(), B)
         .to_global(sbp=S(0) if sbp is None else sbp)
     )  # type: ignore[attr-defined]
-
-
-def refused(body: Any, *patterns: str) -> str:
-    """Return the text of the divergence error, then reset the world so that it can go on."""
-    with pytest.raises(DivergenceError) as found:
-        body()
-    world().forget()
-    world().comm(tuple(range(world().size))).barrier()
-    text = str(found.value)
-    for pattern in patterns:
-        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
-    return text
 
 
 def same_on_all(said: list[Any]) -> None:
@@ -462,14 +451,7 @@ class Called(flow.nn.Graph):  # type: ignore[misc]
 
 
 def graph_refused(body: Any, *patterns: str) -> str:
-    with pytest.raises((GraphError, DivergenceError)) as found:
-        body()
-    world().forget()
-    world().comm(tuple(range(world().size))).barrier()
-    text = str(found.value)
-    for pattern in patterns:
-        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
-    return text
+    return refused(body, *patterns, errors=(GraphError, DivergenceError))
 
 
 def same_number_of_bytes() -> list[str]:
@@ -623,6 +605,46 @@ def alone() -> None:
 
 def test_what_one_rank_may_do_alone() -> None:
     run_on(2, alone)
+
+
+def gradients_cleared() -> list[str]:
+    """Clear gradients on one rank alone, or other ones than the other rank does."""
+    rank, where = flow.env.get_rank(), line()
+
+    def made() -> Any:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).to_global(where, B)  # type: ignore[operator]
+
+    def first(model: Any) -> None:
+        model[0].zero_grad()
+
+    def second(model: Any) -> None:
+        model[1].zero_grad()
+
+    def one(model: Any) -> None:
+        model[0].weight.grad = None
+
+    def by_optimizer(model: Any) -> None:
+        torch.optim.SGD(model.parameters(), lr=0.1).zero_grad()
+
+    def none(model: Any) -> None:
+        pass
+
+    said = []
+    for mine in ((first, second), (first, none), (by_optimizer, one), (one, none)):
+        model = made()
+
+        def step(clear: Any = mine[rank], m: Any = model) -> None:
+            m(rows()).sum().backward()
+            clear(m)
+            m(rows()).sum().backward()
+            m[0].weight.grad.sum().item()
+
+        said.append(refused(step, "diverged"))
+    return said
+
+
+def test_gradients_cleared_on_one_rank_raise_an_error() -> None:
+    same_on_all(run_on(2, gradients_cleared))
 
 
 # ----------------------------------------------------------------------------------------- replicas

@@ -3,19 +3,17 @@ arguments, raise one error that names both places."""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-import pytest
 import torch
 from support.pool import run_on
+from support.refused import refused
 from torch import nn
 
 import globaltensor as flow
 from globaltensor.distributed.divergence import OBJECTS, Report, collective_of, describe
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError
 from globaltensor.utils.data import GlobalBatches
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -27,18 +25,6 @@ def line() -> Any:
 
 def rows() -> Any:
     return torch.arange(12.0).view(4, 3).to_global(line(), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
-
-
-def refused(body: Any, *patterns: str) -> str:
-    """Return the text of the divergence error, then reset the world so that it can go on."""
-    with pytest.raises(DivergenceError) as found:
-        body()
-    world().forget()
-    world().comm(tuple(range(world().size))).barrier()
-    text = str(found.value)
-    for pattern in patterns:
-        assert re.search(pattern, text), f"{pattern!r} is not in\n{text}"
-    return text
 
 
 def of_other_functions() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from ..._base.atomic_file import write_text
 from ...errors import PlanError
-from ..solver import proven
+from ..solver import proven, relative_gap
 
 __all__ = [
     "Alternative",
@@ -202,8 +202,8 @@ class Plan:
     def gap(self) -> float:
         """The largest possible distance of the cost from the optimum, as a fraction of the cost.
 
-        It is 0 if the cost is the bound within the precision of floats (`solver.proven`)."""
-        return 0.0 if proven(self.cost, self.bound) else (self.cost - self.bound) / self.cost
+        It is 0 if the plan is optimal."""
+        return relative_gap(self.cost, self.bound)
 
     @property
     def optimal(self) -> bool:

@@ -8,7 +8,7 @@ from .problem_io import from_iopddl, load, save
 from .minimax import MinimaxSolver
 from .problem import Problem, Usage
 from ...errors import ProblemError
-from .solution import EXACT, STOP, Solution, proven
+from .solution import EXACT, STOP, Solution, proven, relative_gap
 from .solve import solve
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "from_iopddl",
     "load",
     "proven",
+    "relative_gap",
     "save",
     "solve",
 ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .problem import Number
 
-__all__ = ["EXACT", "STOP", "Solution", "proven"]
+__all__ = ["EXACT", "STOP", "Solution", "proven", "relative_gap"]
 
 #: The relative gap at which a search among floats may stop. Cost and bound are sums of up to about
 #: ten thousand rounded numbers. HiGHS and the memory prices add errors to a bound of about 1e-10.
@@ -28,6 +28,15 @@ def proven(cost: Number, bound: Number) -> bool:
     (False, True, False)
     """
     return bound >= cost if isinstance(cost, int) else cost - bound <= EXACT * abs(cost)
+
+
+def relative_gap(cost: Number, bound: Number) -> float:
+    """Return the relative gap (cost - bound) / abs(cost), which is 0 if the bound proves the cost.
+
+    >>> relative_gap(10, 9), relative_gap(1.0, 1.0 - 1e-10), relative_gap(0, -2)
+    (0.1, 0.0, 2.0)
+    """
+    return 0.0 if proven(cost, bound) else float(cost - bound) / (abs(cost) or 1.0)
 
 
 @dataclass
@@ -56,11 +65,7 @@ class Solution:
         """The relative gap (cost - bound) / |cost|: 0 if optimal, inf if there is no choice."""
         if self.choice is None or not math.isfinite(self.cost):
             return math.inf
-        return (
-            float(self.cost - self.bound) / (abs(self.cost) or 1.0)
-            if not proven(self.cost, self.bound)
-            else 0.0
-        )
+        return relative_gap(self.cost, self.bound)
 
     @property
     def optimal(self) -> bool:
