@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable
 
 import pytest
+import torch
 from support.pool import Pool, RanksFailed, run_on
 
+import globaltensor as flow
+from globaltensor._tensor.gradients.reducer import reducer
 from globaltensor.distributed import env
 from globaltensor.distributed.world import world
 
@@ -40,6 +43,21 @@ def test_ranks_of_one_world(n: int) -> None:
     assert [(rank, size) for rank, size, _ in first] == [(r, n) for r in range(n)]
     assert first == again, "the processes are the same from call to call"
     assert len(set(first[0][2])) == n
+
+
+def turns_settings_on() -> None:
+    flow.fuse_loss_count()
+    torch.set_default_dtype(torch.float64)
+    torch.set_grad_enabled(False)
+
+
+def settings() -> tuple[bool, torch.dtype, bool]:
+    return reducer().rides, torch.get_default_dtype(), torch.is_grad_enabled()
+
+
+def test_what_one_call_sets_the_next_does_not_see() -> None:
+    run_on(2, turns_settings_on)
+    assert run_on(2, settings) == [(False, torch.float32, True)] * 2
 
 
 @pytest.mark.extended

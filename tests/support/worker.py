@@ -14,7 +14,8 @@ from multiprocessing.connection import Connection
 
 import torch
 
-import globaltensor  # noqa: F401 - importing it is part of starting
+import globaltensor
+from globaltensor.distributed.world import running
 from support import device
 
 
@@ -41,6 +42,8 @@ def answer(message: bytes) -> bytes:
     torch.manual_seed(0)
     torch.set_default_dtype(torch.float32)
     torch.set_grad_enabled(True)
+    if running():
+        globaltensor.fuse_loss_count(False)  # the training example turns it on
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
