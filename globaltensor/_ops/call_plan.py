@@ -21,6 +21,7 @@ from ..distributed.divergence import History, digest_of
 from ..errors import GlobalTensorError
 from ..sharding.spec import Spec
 from .rules import RULES, Range
+from .rules.helpers import check_range
 
 __all__ = [
     "ANYWHERE",
@@ -367,20 +368,3 @@ class RangeCheckedPlan(CallPlan):
             t = tensors[i]
             check_range(t._local if isinstance(t, GlobalTensor) else t, allowed)
         return self.inner.run(func, args, kwargs)
-
-
-def check_range(index: torch.Tensor, allowed: Range) -> None:
-    """Raise PyTorch's error for an index that is out of range.
-
-    On an accelerator the check is skipped, because reading the indices would synchronize with the
-    device. PyTorch's kernels do not synchronize for it either."""
-    if index.device.type != "cpu" or not index.numel() or torch_private.is_fake(index):
-        return
-    lowest, highest = torch.aminmax(index)
-    if lowest >= 0 and highest < allowed.n:
-        return
-    wrong = (index < 0) | (index >= allowed.n)
-    if allowed.also is not None:
-        wrong = wrong & (index != allowed.also)
-    if wrong.any():
-        raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))

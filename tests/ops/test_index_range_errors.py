@@ -187,19 +187,42 @@ def test_a_rank_whose_part_of_a_split_index_is_wrong_tells_it_in_numbers_of_the_
         assert {one, another} <= {want, "no error"}, (want, one, another)
 
 
-def test_the_owner_of_a_wrong_index_into_elements_tells_the_number_that_the_user_gave() -> None:
-    """A rank that goes on has run more calls than the owner, so each case has its own ranks."""
-    for at, wrong in ((0, 90), (-1, -90)):
-        flat = indices(5, n=24, at=at, wrong=wrong)
+#: What a rank says that gets others' indices without their numbers, in gathered form.
+OF_OTHERS = {
+    "put": "IndexError: out of range: an index that another rank holds is outside a tensor of 24 "
+    "elements.",
+    "index_put": "IndexError: an index that another rank holds is out of bounds for dimensions of "
+    "sizes [6]",
+}
 
-        def refused(function: Callable[..., Any], flat: Tensor = flat) -> str:
-            everywhere = flow.placement.all("cpu")
-            x, index = (t.to_global(everywhere, B).to_global(sbp=S(0)) for t in (X, flat))  # type: ignore[attr-defined]
-            return said(lambda: function(x, index).to_local())
 
-        for function in (lambda x, i: x.take(i), lambda x, i: x.put(i, torch.ones(5))):
-            told = simulate(2, refused, function)
-            assert f"tried to access index {wrong} on a tensor of 24 elements." in told[at], told
+def of_owner(name: str, at: int, wrong: int, of_values: Any) -> tuple[str, str]:
+    """Return what one device says of a case, and what this rank says with the indices split."""
+    ((_, function, operands),) = [case for case in cases(at, wrong) if case[0] == name]
+    want = said(lambda: function(*[t.clone() for t in operands]))
+    everywhere, ours = flow.placement.all("cpu"), []
+    for t in operands:
+        sbp = of_values if t.is_floating_point() else S(0)
+        ours.append(t.clone() if sbp is None else t.to_global(everywhere, B).to_global(sbp=sbp))  # type: ignore[attr-defined]
+    return want, said(lambda: function(*ours))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, _, operands in cases(0, 9)
+        if name not in OF_SPLIT_INDICES and not all(t.is_floating_point() for t in operands)
+    ],
+)
+def test_the_owner_of_a_wrong_index_says_what_one_device_says(name: str) -> None:
+    """The other rank says the same, or that another rank holds the index, or hears of its end."""
+    for (at, wrong), of_values in itertools.product(((0, 9), (-1, -9)), (None, B, S(0))):
+        told = simulate(2, of_owner, name, at, wrong, of_values)
+        want, owner = told[at]
+        assert owner == want, (name, at, of_values, owner, want)
+        other = told[-1 - at][1]
+        assert other in (want, OF_OTHERS.get(name)) or other.startswith("WorldError"), other
 
 
 def test_on_a_grid() -> None:

@@ -122,6 +122,10 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
         torch.ones(1, 3).double(), training=True), values(4, 3)),
     "values of more dims": (lambda x: x.index_put((torch.tensor(2),), torch.zeros(1, 3).double()),
         values(4, 3)),
+    "values of more dims than several indices select": (lambda x: x.index_put((torch.arange(4),
+        torch.zeros(1).long()), torch.zeros(2, 4).double(), accumulate=True), values(4, 3)),
+    "values of more dims than a mask selects": (lambda x: x.index_put((torch.tensor([[True, False,
+        True]] + 3 * [[False] * 3]),), torch.zeros(1, 2).double()), values(4, 3)),
     "whole numbers for means": (lambda x: torch.normal(x, 1.0), INTEGERS),
     "a histogram of one dim": (lambda x: torch.histogramdd(x[:, 0], [2]), values(4, 3)),
 }  # fmt: skip
@@ -132,8 +136,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
 OWN_WORDS = {
     "running means of two dims": "running_mean should have one dim of 3 elements, not the shape "
     "[1, 3]",
-    "values of more dims": "shape mismatch: value tensor of shape [1, 3] cannot be broadcast to an "
-    "indexing result of 1 dims",
+    "values of more dims than a mask selects": "shape mismatch: value tensor of shape [1, 2] "
+    "cannot be broadcast to an indexing result of 1 dims",
 }
 
 

@@ -7,6 +7,7 @@ dropped.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,10 +23,13 @@ from .registry import RULES, Rule, rule
 from .view import each_spelling, identity, reduction_of_picks
 
 __all__ = [
+    "check_elements",
     "check_number",
     "extended",
     "filled",
+    "first_outside",
     "first_share",
+    "is_range_error",
     "only",
     "picked",
     "picks",
@@ -175,13 +179,25 @@ def check_elements(index: torch.Tensor, n: int) -> None:
     """Raise torch's error for an index into the ``n`` elements of a tensor that is out of range.
 
     Of a split index each rank checks its local tensor."""
+    if (wrong := first_outside(index, n)) is not None:
+        raise IndexError(
+            f"out of range: tried to access index {wrong} on a tensor of {n} elements."
+        ) from None
+
+
+def first_outside(index: torch.Tensor, n: int) -> int | None:
+    """Return the first index, of this rank's local tensor, that is outside [-n, n)."""
     if isinstance(index, GlobalTensor):
         index = index._local
-    if not is_fake(index) and (wrong := index[(index < -n) | (index >= n)]).numel():
-        raise IndexError(
-            f"out of range: tried to access index {int(wrong.reshape(-1)[0])} on a tensor of {n} "
-            f"elements."
-        ) from None
+    if is_fake(index):
+        return None
+    wrong = index[(index < -n) | (index >= n)]
+    return int(wrong.reshape(-1)[0]) if wrong.numel() else None
+
+
+def is_range_error(error: Exception) -> bool:
+    """Return True if a kernel has raised ``error`` because an index is out of range."""
+    return "out of bounds" in str(error) or "out of range" in str(error)
 
 
 @rule("take_along_dim")
@@ -555,6 +571,39 @@ def _embedding_bag(
             op.set(a, ("bags", None))
     op.linear = [frozenset([weight.index])] if mode != "max" else []
     op.local = skip_when_empty(op, _dense_bags)
+    if input.ndim == 2 and "bags" in op.dims[input.index]:
+        op.local = _bags_numbered_as_whole(op.local, input.shape[1])
+
+
+def _bags_numbered_as_whole(
+    of_rank: Callable[[LocalContext], Local], per_bag: int
+) -> Callable[[LocalContext], Local]:
+    """Name an id that is out of range by its position among all ids, of ``per_bag`` to a bag."""
+
+    def local(split: LocalContext) -> Local:
+        run = of_rank(split)
+        if not split.is_split("bags"):
+            return run
+        offset = split.box("bags")[0] * per_bag
+
+        def numbered(*args: Any, **kwargs: Any) -> torch.Tensor:
+            try:
+                return run(*args, **kwargs)  # type: ignore[no-any-return]
+            except RuntimeError as error:
+                text = _AT_POSITION.sub(
+                    lambda m: f"Index {int(m[1]) + offset} of input", str(error)
+                )
+                if text == str(error):
+                    raise
+                raise RuntimeError(text) from None
+
+        return numbered
+
+    return local
+
+
+#: How the kernel of F.embedding_bag names the place of an id that is out of range.
+_AT_POSITION = re.compile(r"^Index (\d+) of input")
 
 
 def _dense_bags(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -14,11 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .notation import Arg, Dims, Factor, LocalContext, OpDescription
+from ..._base.torch_private import is_fake
+from .notation import Arg, Dims, Factor, LocalContext, OpDescription, Range
 from .registry import RULES, Rule
 
 __all__ = [
     "canonical",
+    "check_range",
     "connected_zeros",
     "dims_of",
     "dummy_like",
@@ -257,3 +259,20 @@ def _differentiable(function: Any, split: LocalContext, args: Any, kwargs: Any) 
     except (RuntimeError, TypeError):
         return []
     return [t.requires_grad for t in operands(out, {})]
+
+
+def check_range(index: torch.Tensor, allowed: Range) -> None:
+    """Raise PyTorch's error for an index that is out of range.
+
+    On an accelerator the check is skipped, because reading the indices would synchronize with the
+    device. PyTorch's kernels do not synchronize for it either."""
+    if index.device.type != "cpu" or not index.numel() or is_fake(index):
+        return
+    lowest, highest = torch.aminmax(index)
+    if lowest >= 0 and highest < allowed.n:
+        return
+    wrong = (index < 0) | (index >= allowed.n)
+    if allowed.also is not None:
+        wrong = wrong & (index != allowed.also)
+    if wrong.any():
+        raise allowed.error(allowed.text.format(int(index[wrong].reshape(-1)[0])))

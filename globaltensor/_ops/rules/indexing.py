@@ -20,7 +20,17 @@ from ..._base.torch_private import is_fake
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
-from .gather_scatter import check_number, extended, filled, first_share, only, picked, picks
+from .gather_scatter import (
+    check_number,
+    extended,
+    filled,
+    first_outside,
+    first_share,
+    is_range_error,
+    only,
+    picked,
+    picks,
+)
 from .notation import Arg, LocalContext, OpDescription, align
 from .registry import DATA_FREE_VARIANTS, RULES, Rule, rule
 from .slicing import cut, stays_split, takes
@@ -625,11 +635,20 @@ def _index_put(function: Callable[..., Any]) -> Callable[..., None]:
         if isinstance(values, Arg) and values.ndim > dims:
             raise RuntimeError(
                 f"shape mismatch: value tensor of shape {list(values.shape)} cannot be broadcast "
-                f"to an indexing result of {dims} dims"
+                f"to {_result_of_indexing(input, given, dims)}"
             )
         op.compose(function)
 
     return describe
+
+
+def _result_of_indexing(input: Arg, indices: Sequence[Any], dims: int) -> str:
+    """Name what tensors as ``indices`` select, as torch does. How much a mask selects is in its
+    values, so then only the number of dims is known."""
+    if any(map(_is_mask, indices)):
+        return f"an indexing result of {dims} dims"
+    selected = torch.broadcast_shapes(*(i.shape for i in indices))
+    return f"indexing result of shape {[*selected, *input.shape[len(indices) :]]}"
 
 
 def _add_at_indices(input: Any, indices: Sequence[Any], values: Any) -> Any:
@@ -647,7 +666,22 @@ def _add_at_indices(input: Any, indices: Sequence[Any], values: Any) -> Any:
     for i, n in zip(places, sizes, strict=True):
         row = torch.where((i < -n) | (i >= n), math.prod(sizes), row)
     values = values.expand(*places[0].shape, *rest).reshape(-1, *rest)
-    return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)
+    try:
+        return input.reshape(-1, *rest).index_add(0, row.reshape(-1), values).reshape(input.shape)
+    except (IndexError, RuntimeError) as error:
+        if is_range_error(error):
+            raise IndexError(_outside(places, sizes)) from None
+        raise
+
+
+def _outside(places: Sequence[torch.Tensor], sizes: Sequence[int]) -> str:
+    """Say which index is out of range: torch's sentence on a rank that holds it."""
+    for d, (i, n) in enumerate(zip(places, sizes, strict=True)):
+        if (wrong := first_outside(i, n)) is not None:
+            return f"index {wrong} is out of bounds for dimension {d} with size {n}"
+    return (
+        f"an index that another rank holds is out of bounds for dimensions of sizes {list(sizes)}"
+    )
 
 
 def _index_put_into(

@@ -20,7 +20,7 @@ from ..._base.python_bodies import python_body
 from ..._base.torch_private import function_mode_on, is_fake
 from ..._tensor.global_tensor import GlobalTensor
 from .deferred_mean import DeferredMean, PendingCount
-from .helpers import register, skip_when_empty, split_in
+from .helpers import check_range, register, skip_when_empty, split_in
 from .notation import Arg, Dims, LocalContext, OpDescription, Range, align
 from .partial_extrema import extremum, reduce_partials
 from .registry import DATA_FREE_VARIANTS, composite, rule
@@ -385,7 +385,14 @@ def weight_of_kept(
     if has_torch_function(given):
         return handle_torch_function(weight_of_kept, given, target, weight, ignore_index, most)
     keep = target != ignore_index
-    return (keep if weight is None else weight.detach()[torch.where(keep, target, 0)] * keep).sum()
+    if weight is None:
+        return keep.sum()
+    kept = torch.where(keep, target, 0)
+    try:
+        return (weight.detach()[kept] * keep).sum()
+    except IndexError:
+        check_range(kept, _target_range(weight.shape[0], 0))
+        raise
 
 
 @rule(weight_of_kept)

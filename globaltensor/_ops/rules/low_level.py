@@ -16,7 +16,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..._base import torch_private
 from ..._base.python_bodies import python_body
 from ...errors import FormError
-from .gather_scatter import check_elements
+from .gather_scatter import check_elements, is_range_error
 from .helpers import dims_of, reduced, skip_when_empty
 from .notation import Arg, Dims, LocalContext, OpDescription, align
 from .registry import DATA_FREE_VARIANTS, rule
@@ -360,8 +360,13 @@ def _put_into_copy(
     index = torch.where(given < 0, given + flat.shape[0], given)
     try:
         out = flat.index_add(0, index, source) if accumulate else flat.index_copy(0, index, source)
-    except (IndexError, RuntimeError):
-        check_elements(given, flat.shape[0])
+    except (IndexError, RuntimeError) as error:
+        if is_range_error(error):
+            check_elements(given, flat.shape[0])
+            raise IndexError(
+                f"out of range: an index that another rank holds is outside a tensor of "
+                f"{flat.shape[0]} elements."
+            ) from None
         raise
     return out.reshape(input.shape)
 
