@@ -29,6 +29,40 @@ def spread(value: Tensor, sbp: Any = ROWS) -> Any:
     return value.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
 
 
+# ------------------------------------------------------------------ bytes and bools among operands
+
+BYTES = (NUMBERS * 20).to(torch.uint8)
+TRUTHS = NUMBERS.remainder(2) == 0
+CHOSEN: dict[str, tuple[Tensor, Callable[[Any], Any]]] = {
+    "bytes where a mask holds": (BYTES, lambda x: x.where(x > 90, 2)),
+    "bytes by name": (BYTES, lambda x: x.where(condition=x > 90, other=2)),
+    "bytes and a negative number": (BYTES, lambda x: x.where(x > 90, -1)),
+    "truths where a mask holds": (TRUTHS, lambda x: x.where(~x, True)),
+    "numbers where bytes are even": (BYTES, lambda x: (x.double() + 1).where(x % 2 == 0, 0.5)),
+    "the power of a truth": (TRUTHS, lambda x: x**True),
+    "the power by name": (TRUTHS, lambda x: torch.pow(x, exponent=False)),
+    "the power in place": (TRUTHS, lambda x: x.pow_(False)),
+    "whole numbers shifted by truths in place": (
+        BYTES.long(),
+        lambda x: x.__ilshift__(torch.tensor(True)),
+    ),
+    "a view of bytes shifted in place": (BYTES, lambda x: [x[1:3].__irshift__(x[0] > 9), x][1]),
+}
+
+
+def chosen() -> None:
+    for name, (value, call) in CHOSEN.items():
+        want = call(value.clone())
+        for sbp in (B, S(0), S(1), *([] if value.dtype is torch.bool else [P])):
+            got = call(spread(value, sbp).clone())
+            assert got.dtype is want.dtype, name
+            assert torch.equal(gather_global_value(got), want), (name, sbp)
+
+
+def test_bytes_and_bools_are_chosen_raised_and_shifted() -> None:
+    run_on(2, chosen)
+
+
 # ----------------------------------------------------------------- dtypes of which torch has no sum
 
 NOT_SUMMED = (

@@ -721,11 +721,17 @@ _choice_by_mask = RULES[torch.where].describe
 
 @rule("where", scalars=True)
 def _where(op: OpDescription, *args: Any, **kwargs: Any) -> None:
-    condition = args[0] if args else kwargs.get("condition")
+    place = 1 if op.function is torch.Tensor.where else 0  # x.where(condition, y)
+    condition = args[place] if len(args) > place else kwargs.get("condition")
+    # torch's kernels accept bytes, those for meta tensors do not.
+    bytes_given = isinstance(condition, Arg) and condition.dtype == torch.uint8
     if len(args) + len(kwargs) == 1:  # where(condition): the indices of true elements
         op.composite = lambda condition: condition.nonzero(as_tuple=True)
-    # torch's kernels accept bytes, those for meta tensors do not.
-    elif isinstance(condition, Arg) and condition.dtype == torch.uint8:
+    elif bytes_given and place:
+        op.composite = lambda input, condition, *args, **kwargs: input.where(
+            condition.bool(), *args, **kwargs
+        )
+    elif bytes_given:
         op.composite = lambda condition, *args, **kwargs: torch.where(
             condition.bool(), *args, **kwargs
         )

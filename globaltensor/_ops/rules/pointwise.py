@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .notation import OpDescription
+from .notation import Arg, OpDescription
 from .registry import RULES, Rule, pointwise, torch_functions_named
 
 __all__: list[str] = []
@@ -86,18 +86,56 @@ def _shift(name: str) -> None:
         dtype = torch.result_type(*operands)
         return shift(*[a.to(dtype) if isinstance(a, torch.Tensor) else int(a) for a in operands])
 
-    for function, inplace in torch_functions_named(name):
-        before = RULES[function]
+    _compose_where(name, _shifts_bools, run)
 
-        def describe(op: OpDescription, *args: Any, before: Rule = before, **kwargs: Any) -> None:
-            if _shifts_bools((*args, *kwargs.values())):
-                op.composite = lambda *args, **kwargs: run(*args, *kwargs.values())
+
+def _compose_where(
+    name: str, applies: Callable[[tuple[Any, ...]], bool], run: Callable[..., torch.Tensor]
+) -> None:
+    """Let ``run(*operands)`` compute the calls of a function for whose operands ``applies`` holds.
+
+    torch's meta kernel of the function is wrong for these operands. In place, the result is written
+    into the first operand."""
+
+    def run_in_place(target: torch.Tensor, *rest: Any) -> torch.Tensor:
+        result = run(target, *rest)
+        if not torch.can_cast(result.dtype, target.dtype):  # torch's own error for these dtypes
+            torch.empty(0, dtype=target.dtype).add_(torch.empty(0, dtype=result.dtype))
+        return target.copy_(result)
+
+    for function, inplace in torch_functions_named(name):
+        before, compute = RULES[function], run_in_place if inplace else run
+
+        def describe(
+            op: OpDescription,
+            *args: Any,
+            before: Rule = before,
+            compute: Callable[..., torch.Tensor] = compute,
+            **kwargs: Any,
+        ) -> None:
+            if applies((*args, *kwargs.values())):
+                op.composite = lambda *args, **kwargs: compute(*args, *kwargs.values())
             else:
                 before.describe(op, *args, **kwargs)
 
-        if not inplace:
-            RULES[function] = Rule(before.name, describe, before.scalars)
+        RULES[function] = Rule(before.name, describe, before.scalars, inplace)
 
 
 _shift("bitwise_left_shift")
 _shift("bitwise_right_shift")
+
+
+def _bool_powers() -> None:
+    """Let the power of a bool tensor and a bool be a bool tensor.
+
+    torch's meta kernel says int64, its other kernels return bool.
+    """
+
+    def applies(operands: tuple[Any, ...]) -> bool:
+        base, exponent = operands[:2]
+        return isinstance(base, Arg) and base.dtype is torch.bool and isinstance(exponent, bool)
+
+    _compose_where("pow", applies, lambda base, exponent: base | (not exponent))
+
+
+_bool_powers()
