@@ -25,6 +25,7 @@ HIDDEN_ATTRIBUTES: Final[dict[str, tuple[str, str]]] = {
     "_seen": ("_tensor/view_tracking.py", "number of writes to the base that a view has seen"),
     "_source": ("_ops/rules/deferred_mean.py", "the mean of which this one is a view"),
     "_strides": ("_tensor/strides.py", "memory order, where the local tensor does not show it"),
+    "_untracked": ("_tensor/view_tracking.py", "True for a view made without gradients"),
     "_views": ("_ops/rules/deferred_mean.py", "views of a mean that is not divided yet"),
     "_watched": ("_tensor/autograd_hooks.py", "True once the hooks of a leaf are installed"),
     "_local": ("_tensor/global_tensor.py", "the slot of the local tensor, read past a property"),

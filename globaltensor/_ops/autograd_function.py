@@ -29,6 +29,7 @@ from .._tensor.gradients.watchers import Watcher
 from .._tensor.history import GRADIENT
 from .._tensor.pending_tensor import PendingTensor, local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
+from .._tensor.view_tracking import RemoteView, finish_inplace
 from ..boxing import box
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
@@ -130,8 +131,8 @@ class _FunctionNode(torch.autograd.Function):
                 f"(expected {n}, got {len(input_grads)})"
             )
         parts = [
-            _grad_to_home(grad, home)
-            for grad, home in zip(input_grads, node.input_homes, strict=False)
+            _grad_to_home(grad, home, i, node.function.__name__)
+            for i, (grad, home) in enumerate(zip(input_grads, node.input_homes, strict=False))
         ]
         return (
             None,
@@ -156,12 +157,21 @@ def _grad_home(x: Any) -> Spec | torch.Size | None:
     )
 
 
-def _grad_to_home(grad: Any, home: Spec | torch.Size | None) -> Any:
+def _grad_to_home(grad: Any, home: Spec | torch.Size | None, i: int, name: str) -> Any:
+    """Return the gradient of argument ``i`` of the Function ``name`` in its destination's layout.
+
+    Raises torch's error if its shape does not fit."""
     if grad is None or home is None:
         return None
     shape = home.shape if isinstance(home, Spec) else home
     if grad.shape != shape:
-        grad = grad.sum_to_size(shape)
+        try:
+            grad = grad.sum_to_size(shape)
+        except RuntimeError:
+            raise RuntimeError(
+                f"Function {name}Backward returned an invalid gradient at index {i} - got "
+                f"{list(grad.shape)} but expected shape compatible with {list(shape)}"
+            ) from None
     if not isinstance(home, Spec):
         return (
             local_of(grad.to_global(sbp=[broadcast] * grad._spec.placement.axes))
@@ -201,9 +211,12 @@ def _apply_on_global_args(function: Any, args: Sequence[Any]) -> Any:
             function.setup_context(context, tuple(args), result)
     outs = list(result) if isinstance(result, tuple) else [result]
     at = [i for i, out in enumerate(outs) if isinstance(out, torch.Tensor)]
-    if not any(needs) or not at:
-        return result
     dirty = context._dirty
+    if not any(needs) or not at:
+        for i in at:
+            if any(outs[i] is a for a in args) and not any(outs[i] is d for d in dirty):
+                outs[i] = outs[i].detach()  # as in torch, an alias of the argument
+        return tuple(outs) if isinstance(result, tuple) else outs[0] if at else result
     parts = _FunctionNode.apply(
         function,
         context,
@@ -215,6 +228,8 @@ def _apply_on_global_args(function: Any, args: Sequence[Any]) -> Any:
         out = outs[i]
         if isinstance(out, GlobalTensor) and any(out is d for d in dirty):
             out._local = part
+            if isinstance(out, RemoteView):  # its base has the gradient of the Function, too
+                finish_inplace(out)
         else:
             outs[i] = (
                 GlobalTensor.wrap(part, out._spec, out._serial)

@@ -8,6 +8,7 @@ that it writes into has the full result on every rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -25,10 +26,12 @@ from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec
 from .local_plan import LocalPlan
 from .nonmember import nonmember_outputs
-from .replicated_plan import shared, wrapped_whole
+from .replicated_plan import ReplicatedPlan, shared, wrapped_whole
 from .rules import OpDescription
 
-__all__ = ["Writing", "keep_written_whole", "needs_fake", "written_operands"]
+__all__ = ["Viewing", "Writing", "keep_written_whole", "needs_fake", "written_operands"]
+
+_PLACEHOLDER = torch.empty(0)  # placeholder for a tensor
 
 
 def written_operands(
@@ -76,6 +79,46 @@ def needs_fake(func: Any) -> GlobalTensorError:
     )
 
 
+def _copy_to_write(t: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an operand for an operator to write into: the boxed tensor may be a view.
+
+    The copy of a leaf is a leaf: a kernel whose writes autograd sees must not write into it."""
+    if t.is_leaf and t.requires_grad:
+        return local.detach().clone().requires_grad_()
+    return local.clone()
+
+
+class Viewing(ReplicatedPlan):
+    """A plan for an operator without a rule whose results are views of its first tensor.
+
+    The operands are replicated. What is written into a result is written into the first operand,
+    too.
+    """
+
+    __slots__ = ()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = super().run(func, args, kwargs)
+        base, *others = tensors_in(kwargs, tensors_in(args, []))
+        if not isinstance(base, GlobalTensor):
+            return made
+        places = repeat(_PLACEHOLDER)  # drop the references to the base
+        given, named = replaced(args, places), replaced(kwargs, places)
+
+        def viewed(i: int) -> Any:
+            def taken(source: Any) -> Any:
+                these = iter([source, *others])
+                return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
+
+            return taken
+
+        views = [
+            RemoteView.of(v._local, v._spec, base, viewed(i)) if isinstance(v, GlobalTensor) else v
+            for i, v in enumerate(tensors_in(made, []))
+        ]
+        return replaced(made, iter(views))
+
+
 class Writing(LocalPlan):
     """A plan: box the operands, run on the local tensors, box back the written copies.
 
@@ -106,7 +149,13 @@ class Writing(LocalPlan):
         locals_ = self.locals(tensors)
         copied = [i for i in self.writes if not self._in_place(i, tensors[i])]
         for i in copied:
-            locals_[i] = locals_[i].clone()  # the boxed tensor may be a view
+            locals_[i] = _copy_to_write(tensors[i], locals_[i])
+        # a tensor that is passed several times is one tensor for the operator, too
+        owners = {id(tensors[i]): i for i in reversed(self.writes)}
+        for i, t in enumerate(tensors):
+            owner = owners.get(id(t), i)
+            if self.dst[i] is self.dst[owner]:
+                locals_[i] = locals_[owner]
         out = None
         if not self.outside:
             these = iter(locals_)

@@ -33,17 +33,31 @@ from .call_plan import (
     replaced,
     tensors_in,
 )
-from .custom_ops import Writing
+from .custom_ops import Viewing, Writing
 from .replicated_plan import ReplicatedPlan
 from .rules import rule as declare_rule
 from .rules import spellings_of
-from .shape_inference import infer_outputs, operands_among
+from .shape_inference import check_out_dtypes, infer_outputs, operands_among
 
 __all__ = ["check_out", "copy_back", "global_copy", "rule", "write_into_plain"]
 
 
 _WARNED: set[str] = set()
 
+#: Functions that compute in the dtype of ``out=`` where no dtype is passed.
+_COMPUTED_IN_OUT = frozenset(
+    (
+        "sum",
+        "nansum",
+        "prod",
+        "mean",
+        "nanmean",
+        "cumsum",
+        "cumprod",
+        "linspace",
+        "logspace",
+    )
+)
 _OVERWRITING = frozenset(
     (
         "copy_",
@@ -87,6 +101,8 @@ def plan_without_rule(
     if same and None not in same:
         return ReturnOperandPlan(same, structure, None)
     warn_without_rule(func)
+    if torch_private.is_kernel(func) and torch_private.kernel_views(func):
+        return Viewing(name, specs, inplace)
     return ReplicatedPlan(name, specs, inplace)
 
 
@@ -164,7 +180,7 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
     Raises InplaceError if a global ``out`` would have to change its shape, or cannot hold the
     dtype."""
-    rest = {name: a for name, a in kwargs.items() if name != "out"}
+    rest = _without_out(func, kwargs)
     operands, targets = tensors_in(rest, tensors_in(args, [])), tensors_in(kwargs["out"], [])
     where = next(
         t._spec.shown.placement for t in (*operands, *targets) if isinstance(t, GlobalTensor)
@@ -174,8 +190,15 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         return [Spec.make(t.shape, t.dtype, where, [broadcast] * where.axes) for t in tensors]
 
     results = infer_outputs(func, specs_of(operands), args, rest)[0]
+    # the meta device replaces it for inference
+    given = {name: a for name, a in kwargs.items() if name != "device"}
+    specs = specs_of(tensors_in(given, tensors_in(args, [])))
     if results is None:
+        check_out_dtypes(func, specs, args, given)
         return
+    infer_outputs(func, specs, args, given)
+    if any(t.dtype != r.dtype for t, r in zip(targets, results, strict=False)):
+        check_out_dtypes(func, specs, args, given)
     for target, result in zip(targets, results, strict=False):
         if isinstance(target, GlobalTensor):
             if target.numel() and target.shape != result.shape:
@@ -189,9 +212,19 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which "
                     f"can't be cast to it: pass a tensor of a wider dtype"
                 )
-    # the meta device replaces it for inference
-    given = {name: a for name, a in kwargs.items() if name != "device"}
-    infer_outputs(func, specs_of(tensors_in(given, tensors_in(args, []))), args, given)
+
+
+def _without_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the same call without ``out=``, which may decide the dtype."""
+    rest = {name: a for name, a in kwargs.items() if name != "out"}
+    out = kwargs["out"]
+    if (
+        name_of(func) in _COMPUTED_IN_OUT
+        and rest.get("dtype") is None
+        and isinstance(out, torch.Tensor)
+    ):
+        rest["dtype"] = out.dtype
+    return rest
 
 
 def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -199,18 +232,24 @@ def call_with_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 
     Global targets receive it in their layout, plain targets the full value on every rank. Raises
     RuntimeError if a target or result requires grad."""
-    targets = tensors_in(kwargs.pop("out"), [])
-    result = func(*args, **kwargs)
+    targets = tensors_in(kwargs["out"], [])
+    if name_of(func) in _COMPUTED_IN_OUT:  # in the dtype of `out`, a result may have no gradient
+        _refuse_gradients(func, tensors_in(kwargs, tensors_in(args, [])))
+    result = func(*args, **_without_out(func, kwargs))
     values = tensors_in(result, [])
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (*values, *targets)):
-        raise RuntimeError(
-            f"{name_of(func)}(): functions with out=... arguments don't support automatic "
-            f"differentiation, but one of the arguments requires grad."
-        )
+    _refuse_gradients(func, [*values, *targets])
     with torch.no_grad():
         for target, value in zip(targets, values, strict=True):
             _copy_to_out(target, value)
     return replaced(result, iter(targets))
+
+
+def _refuse_gradients(func: Any, tensors: Sequence[torch.Tensor]) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{name_of(func)}(): functions with out=... arguments don't support automatic "
+            f"differentiation, but one of the arguments requires grad."
+        )
 
 
 def _copy_to_out(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -552,6 +552,19 @@ def _replicate_argument(name: str, value: Any, spec: Spec) -> Any:
     )
 
 
+def _check_deviations(std: Any) -> None:
+    """Raise torch's error where a standard deviation is negative or NaN.
+
+    A rank sees its local tensor, so another rank may raise the error alone."""
+    if not isinstance(std, Tensor):
+        if not std >= 0:
+            raise RuntimeError(f"normal expects std >= 0.0, but found std {std:g}")
+    else:
+        here = local_of(std).detach()
+        if here.numel() and not here.is_complex() and not bool((here >= 0).all()):
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+
+
 def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run ``torch.normal(mean, std)`` with a global mean or std.
 
@@ -567,6 +580,9 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 f"a global tensor of that shape"
             )
         return out.normal_(mean, std, generator=generator)
+    if isinstance(std, GlobalTensor) and any(e.is_partial for e in std._spec.layout):
+        std = std.to_global(sbp=std._spec.replicated().layout)
+    _check_deviations(std)
     if not all(v.is_floating_point() for v in (mean, std) if isinstance(v, Tensor)):
         ones = [torch.ones((), dtype=v.dtype) if isinstance(v, Tensor) else v for v in (mean, std)]
         # torch's kernel refuses most of these dtypes

@@ -19,7 +19,7 @@ from .._base.tracebacks import mark_torch_error
 from ..distributed.world import world
 from ..sharding.spec import Spec
 
-__all__ = ["check_dtypes", "infer_outputs", "memoized", "operands_among"]
+__all__ = ["check_dtypes", "check_out_dtypes", "infer_outputs", "memoized", "operands_among"]
 
 _MAX_CPU_ELEMENTS = (
     1 << 20
@@ -28,7 +28,7 @@ _MAX_CPU_ELEMENTS = (
 _MAX_CHECKED_ELEMENTS = 1 << 16
 _DTYPES = re.compile(
     r"dtype|scalar type|result type|Input type|data type|not implemented "
-    r"for|complex|integral|floating|cannot be converted to type"
+    r"for|complex|integral|floating|cannot be converted to type|does not support bool"
 )
 _MAX_MEMOIZED = 1 << 13  # maximum number of memoized calls
 # the class of a meta tensor, as torch's errors name the target of an assignment
@@ -140,7 +140,7 @@ def _try_call(
         if "torch.meta." not in str(error):
             raise
         raise TypeError(_META_CLASS.sub(r"global torch.\1", str(error))) from None
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, ValueError, IndexError) as error:
         # There is no such kernel, or the result depends on values.
         if (
             isinstance(error, NotImplementedError)
@@ -177,23 +177,14 @@ def check_dtypes(
     then.
     """
     usual = {s.dtype for s in specs} in ({torch.float32}, {torch.float64})
-    if (
-        usual
-        or torch_private.any_autocast()
-        or torch_private.recording.on
-        or any(s.placement.type != "cpu" for s in specs)
-    ):
+    if usual or torch_private.any_autocast() or any(s.placement.type != "cpu" for s in specs):
         return
     large = sum(s.numel for s in specs) > _MAX_CHECKED_ELEMENTS
     shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
     try:
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
             # A random function must not advance the random stream.
-            modes = (
-                torch_private.without_function_modes(),
-                torch_private.unobserved(),
-                torch_private.real_tensors(),
-            )
+            modes = (torch_private.outside_all_modes(), torch_private.unobserved())
             for one in (torch.no_grad(), *modes, torch.random.fork_rng([])):
                 stack.enter_context(one)
             these = iter(
@@ -203,6 +194,40 @@ def check_dtypes(
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as error:
         if isinstance(error, NotImplementedError) or _DTYPES.search(str(error)):
+            mark_torch_error(error)
+            raise
+
+
+def check_out_dtypes(
+    func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise the error of PyTorch's CPU kernel for ``out=`` of these dtypes.
+
+    Meta kernels accept more of them. The call is run on zeros, with smaller shapes if the operands
+    are large, without and with ``out=``: only what is refused with it is an error.
+    """
+    if any(s.placement.type != "cpu" for s in specs):
+        return
+    large = sum(s.numel for s in specs) > _MAX_CHECKED_ELEMENTS
+    modes = (torch_private.outside_all_modes(), torch_private.unobserved())
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        for one in (torch.no_grad(), *modes, torch.random.fork_rng([])):
+            stack.enter_context(one)
+        warnings.simplefilter("ignore")
+        these = iter(
+            [
+                torch.zeros([min(n, 2) for n in s.shape] if large else s.shape, dtype=s.dtype)
+                for s in specs
+            ]
+        )
+        args, kwargs = replaced(args, these), replaced(kwargs, these)
+        try:
+            func(*args, **{name: a for name, a in kwargs.items() if name != "out"})
+        except Exception:  # of this call nothing can be said
+            return
+        try:
+            func(*args, **kwargs)
+        except Exception as error:
             mark_torch_error(error)
             raise
 

@@ -75,6 +75,12 @@ def mark_written(x: Any) -> None:
         x._memory.writes += 1
 
 
+_UNTRACKED_VIEW = (  # torch's words
+    "A view was created in no_grad mode and is being modified inplace with grad mode enabled. "
+    "Given that this use case is ambiguous and error-prone, it is forbidden. You can clarify your "
+    "code by moving both the view and the inplace either both inside the no_grad block (if you "
+    "don't want the inplace to be tracked) or both outside (if you want the inplace to be tracked)."
+)
 #: (an alias of the base that no other code changes; the function that computes the view of it; the
 #: index where that is ``source[index]``; True if gradients were recorded).
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
@@ -109,6 +115,8 @@ class RemoteView(PendingTensor):
         link_alias(source, out)
         out._spec, out._serial = spec, 0
         out.rebind(local, origin)
+        if not torch.is_grad_enabled() and source.requires_grad:
+            out.__dict__["_untracked"] = True
         return cast(GlobalTensor, out)
 
     def rebind(self, local: torch.Tensor, origin: Origin) -> None:
@@ -160,6 +168,7 @@ class RemoteView(PendingTensor):
     def detach_origin(self) -> None:
         """Detach the view and its base from the graph."""
         source, taken, index, _ = self.__dict__["_origin"]
+        self.__dict__.pop("_untracked", None)
         local = self._materialize()._local.detach()
         self.rebind(local, (alias_of(source, detached=True), taken, index, False))
 
@@ -171,7 +180,12 @@ class RemoteView(PendingTensor):
         self._local, self._memory = local, None
 
     def write_through(self) -> None:
-        """Write the view's values into its base too."""
+        """Write the view's values into its base too.
+
+        Raises RuntimeError where torch does: for a view without gradients of a base that has some,
+        and a write for which gradients are recorded."""
+        if "_untracked" in self.__dict__ and torch.is_grad_enabled():
+            raise RuntimeError(_UNTRACKED_VIEW)
         local = self._stored
         source, taken, index, _ = origin = self.__dict__["_origin"]
         # a copy: the local tensors of the view and of its base may overlap on some rank
@@ -246,6 +260,8 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
         source, taken, index, _ = x.__dict__["_origin"]
         with torch.set_grad_enabled(not detached):
             view = RemoteView.of(local, x._spec, source, taken, index)
+        if detached:
+            view.__dict__.pop("_untracked", None)
         view._serial = x._serial
         return view
     # (torch.nn.Parameter requires that a detached tensor has the same class.)

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 import globaltensor as flow
+from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
@@ -191,10 +192,77 @@ def test_second_gradients(name: str) -> None:
     simulate(2, run, USES[name], True, False)
 
 
+class Tripled(torch.autograd.Function):
+    """A Function that writes into its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        x.mul_(3)
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 3
+
+
+class Same(torch.autograd.Function):
+    """A Function that returns its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0] * 2
+
+
+class Wrong(Same):
+    """A Function whose gradient has another shape than its input."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return grads[0].sum(0)
+
+
+def borders() -> None:
+    """Compare views that are written into, results that are inputs, and gradients that do not
+    fit."""
+    start = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    for sbp in (B, S(0), S(1), P):
+        found = []
+        for x in (
+            start.clone(),
+            start.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp).detach(),  # type: ignore[attr-defined]
+        ):
+            x.requires_grad_()
+            base = x * 2
+            row: Any = Tripled.apply(base[1])
+            ((row * row).sum() + (base * base).sum()).backward()
+            plain = x.detach()
+            alias: Any = Same.apply(plain)
+            assert alias is not plain
+            alias[0] += 1
+            found.append([base.detach(), x.grad, plain])
+            with pytest.raises(
+                RuntimeError,
+                match=r"WrongBackward returned an invalid gradient at index 0 - got \[3\] but",
+            ):
+                Wrong.apply(x).sum().backward()  # type: ignore[attr-defined]
+        for got, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(gather_global_value(got), want)
+
+
+def test_functions_at_the_borders() -> None:
+    simulate(2, borders)
+
+
 def on_processes() -> None:
     for name, use in USES.items():
         run(use, name in TWICE, False)
     run(affine, False, True)
+    borders()
 
 
 def test_on_processes() -> None:

@@ -406,6 +406,51 @@ def test_what_operators_write_into_arguments() -> None:
     written(everywhere())
 
 
+library.define("add_one_(Tensor(a!) x) -> ()")
+library.define("rest(Tensor(a) x) -> Tensor(a)")
+library.impl("add_one_", lambda x: [x.add_(1), None][1], "CPU")
+library.impl("rest", lambda x: x[1:], "CPU")
+torch.library.register_fake(f"{SPACE}::add_one_", lambda x: None, lib=library)
+torch.library.register_fake(f"{SPACE}::rest", lambda x: x[1:], lib=library)
+DEFINED: Any = getattr(torch.ops, SPACE)
+
+
+@on()
+def test_a_kernel_whose_writes_autograd_sees_does_not_write_into_leaves() -> None:
+    for sbp in (B, S(0), S(1), P):
+        x = laid_out(values(4, 3), [sbp]).requires_grad_()
+        with pytest.raises(RuntimeError, match="a leaf Variable that requires grad is being used"):
+            DEFINED.add_one_(x)
+        same(x.detach(), values(4, 3))
+        with torch.no_grad():
+            DEFINED.add_one_(x)
+        same(x.detach(), values(4, 3) + 1)
+
+
+@on()
+def test_what_is_written_into_the_view_of_an_operator_is_in_its_base() -> None:
+    for sbp in (B, S(0), S(1), P):
+        x = laid_out(values(4, 3), [sbp])
+        rest = DEFINED.rest(x)
+        rest.mul_(2)
+        want = values(4, 3)
+        want[1:] *= 2
+        same(x, want)
+        x.add_(1)
+        same(rest, want[1:] + 1)
+
+
+@on()
+def test_a_tensor_that_is_passed_twice_is_one_tensor() -> None:
+    for sbp in (B, S(0), S(1), P):
+        x = laid_out(values(4, 3), [sbp])
+        add_each([x, x], laid_out(values(4, 3, seed=1), [sbp]))
+        same(x, values(4, 3) + 2 * values(4, 3, seed=1))
+        y = laid_out(values(4, 3), [sbp])
+        add_into(y, y)
+        same(y, values(4, 3) * 2)
+
+
 def test_what_operators_write_on_four_ranks() -> None:
     simulate(4, lambda: written(flow.placement("cpu", [[0, 1], [2, 3]])))
 

@@ -126,6 +126,13 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
         torch.zeros(1).long()), torch.zeros(2, 4).double(), accumulate=True), values(4, 3)),
     "values of more dims than a mask selects": (lambda x: x.index_put((torch.tensor([[True, False,
         True]] + 3 * [[False] * 3]),), torch.zeros(1, 2).double()), values(4, 3)),
+    "the position of the first truth": (lambda x: x.argmax(0), INTEGERS > 3),
+    "leaky_relu of whole numbers": (lambda x: F.leaky_relu(x), INTEGERS),
+    "clamp without bounds": (lambda x: x.clamp(), values(4, 3)),
+    "a negative deviation": (lambda x: torch.normal(x, -1.0), values(4, 3)),
+    "a deviation that is no number": (lambda x: torch.normal(x, float("nan")), values(4, 3)),
+    "negative deviations": (lambda x: torch.normal(0.0, -x.abs()), values(4, 3)),
+    "a whole number in place of a truth": (lambda x: x.__ilshift__(torch.tensor(2)), INTEGERS > 3),
     "whole numbers for means": (lambda x: torch.normal(x, 1.0), INTEGERS),
     "a histogram of one dim": (lambda x: torch.histogramdd(x[:, 0], [2]), values(4, 3)),
 }  # fmt: skip
@@ -189,6 +196,34 @@ def drawn() -> None:
         torch.manual_seed(3)
         call(x.to_global(everywhere, B).to_global(sbp=S(1)))  # type: ignore[attr-defined]
         assert torch.equal(torch.rand(3), after)
+
+
+class Refused(flow.nn.Graph):
+    """A graph of one call that torch refuses."""
+
+    def __init__(self, call: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.call = call
+
+    def build(self, x: Tensor) -> Any:
+        return self.call(x)
+
+
+def test_a_graph_refuses_dtypes_too() -> None:
+    """The kernels of split dims accept dtypes that torch's own kernels refuse."""
+
+    def body() -> None:
+        everywhere = flow.placement.all("cpu")
+        for name in ("softmax of whole numbers", "the position of the first truth"):
+            call, operand = REFUSED[name]
+            with pytest.raises(Exception) as alone:
+                call(operand.clone())
+            for sbp in (B, S(0), S(1)):
+                with pytest.raises(type(alone.value)) as error:
+                    Refused(call)(operand.to_global(everywhere, B).to_global(sbp=sbp))  # type: ignore[attr-defined]
+                assert str(alone.value).splitlines()[0] in str(error.value), (name, sbp)
+
+    simulate(2, body)
 
 
 def test_planning_draws_nothing() -> None:

@@ -26,6 +26,7 @@ __all__ = [
     "is_any_true",
     "is_custom",
     "is_kernel",
+    "kernel_views",
     "kernel_writes",
     "lacks_fake",
     "list_functions",
@@ -86,6 +87,14 @@ def kernel_writes(kernel: Any) -> bool:
             overload is not None and bool(overload._schema.is_mutable)
         )
     return bool(kernel._schema.is_mutable)
+
+
+def kernel_views(kernel: Any) -> bool:
+    """Return True if a kernel writes into no argument, but a result is a view of one."""
+    one = _only_overload(kernel) if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel
+    return one is not None and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in one._schema.returns
+    )
 
 
 def _only_overload(packet: Any) -> Any:

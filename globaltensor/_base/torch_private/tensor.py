@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ __all__ = [
     "may_take_data",
     "memory_users",
     "parts_of",
+    "shares_memory",
     "storage_key",
     "swap_impl",
     "wrap_dlpack",
@@ -46,6 +48,9 @@ copy_all = torch._foreach_copy_
 #: (flat, tensors) -> views of a 1-D tensor, one of each tensor's shape. It is one call instead of
 #: two for each tensor. torch's own reducers use it.
 parts_of = torch._C._nn.unflatten_dense_tensors
+
+#: True if two tensors have one storage: fake and meta tensors, which have no address, too.
+shares_memory: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of
 
 #: True if a tensor is autograd's own zero tensor without memory: it must be cloned before its
 #: memory is accessed.

@@ -105,8 +105,10 @@ def cut(
     ]
 
     def parts(x: Tensor) -> Sequence[Tensor]:
-        x = fetch_halo(x, dim, reach)
-        found = x.split(sizes, dim) if len(sizes) > 1 else (x,)
+        fetched = fetch_halo(x, dim, reach)
+        # A result is never the operand itself: a hook on it, for example, is not one on a leaf.
+        whole = fetched.view_as(x) if fetched is x else fetched
+        found = fetched.split(sizes, dim) if len(sizes) > 1 else (whole,)
         return [
             part if stride is None else part[stride]
             for part, stride in zip(found, strides, strict=True)

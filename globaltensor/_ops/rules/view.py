@@ -150,6 +150,10 @@ def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
             _view_as_dtype(op, input, result)
             return
         regroup(op, input, result.shape)
+        if any(isinstance(a, torch.dtype) for a in (*args, *kwargs.values())):
+            # torch cuts a view in a dtype from the graph, also in the dtype that the tensor has
+            op.local = lambda split: lambda input, *args, **kwargs: input.detach()
+            return
         op.local = lambda split: _reshape_to(method, split.out_shape())
 
     return describe

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...._base import torch_private
 from ..helpers import register, skip_when_empty, zeros_connected
 from ..notation import Arg, LocalContext, OpDescription
 from .halo import moved, split_room, weighed
@@ -66,10 +67,12 @@ def _interpolate(
         rest = len(over) < len(space)
 
         def run(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            given = input
             for step in steps:
                 input = step(input)
             if not rest:
-                return input
+                # torch returns a copy even where every element keeps its position
+                return input.clone() if torch_private.shares_memory(input, given) else input
             if 0 in split.out_shape():
                 return zeros_connected(split.out_shape(), split.outs[0].dtype, [input])
             # Dims that are already resampled keep their size.

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...._base import torch_private
 from ....boxing.halo_exchange import fetch_halo
 from ..helpers import connected_zeros, dummy_like
 from ..notation import Arg, LocalContext, OpDescription
@@ -53,7 +54,7 @@ def _describe_moves(
                 out = step(out)
             out = rest(out, whole)
             # torch returns a copy even where nothing moves
-            return out.clone() if out is input else out
+            return out.clone() if torch_private.shares_memory(out, input) else out
 
         return run
 
