@@ -24,17 +24,19 @@ from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from ..boxing import box
 from ..distributed.world import world
 from ..errors import KernelError
+from ..sharding.spec import Spec
 from .dispatch import register_handlers
 from .rules.deferred_mean import DeferredMean, PendingCount
 
 __all__ = ["backward", "grad", "run_with_pending_scale"]
 
 
-def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
+def initial_cotangent(output: GlobalTensor, grad: Any, place: int = 0) -> torch.Tensor:
     """Return the cotangent that this rank starts a backward pass from.
 
-    A broadcast output is seeded as partial: the value on one rank, zero on the others. Raises
-    RuntimeError where ``grad`` is None and the output has more than one element."""
+    A broadcast output is seeded as partial: the value on one rank, zero on the others. ``place``:
+    the place of the output among several. Raises RuntimeError where ``grad`` is None and the output
+    has more than one element or is complex, and where ``grad`` does not fit."""
     spec = output._spec
     record("backward", output, *([grad] if isinstance(grad, GlobalTensor) else []))
     where = spec.placement.coordinate(world().rank)
@@ -44,10 +46,16 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
                 f"grad can be implicitly created only for scalar outputs; this one has shape "
                 f"{list(spec.shape)}: pass gradient="
             )
+        if spec.dtype.is_complex:
+            raise RuntimeError(
+                f"grad can be implicitly created only for real scalar outputs but got {spec.dtype}"
+            )
         if where is None:
             return torch.zeros_like(output._local)
         counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
         return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
+    if grad.shape != spec.shape or grad.dtype is not spec.dtype:
+        grad = _fitting_gradient(grad, spec, place)
     if isinstance(grad, GlobalTensor):
         return box(local_of(grad), grad._spec, spec.dual(), why="gradient given to backward")
     whole = operand_spec(grad, spec.placement, "gradient given to backward")
@@ -57,6 +65,24 @@ def initial_cotangent(output: GlobalTensor, grad: Any) -> torch.Tensor:
         spec.dual(),
         why="gradient given to backward",
     )
+
+
+def _fitting_gradient(grad: torch.Tensor, spec: Spec, place: int) -> torch.Tensor:
+    """Return a gradient passed for an output in the output's dtype.
+
+    Raises RuntimeError where torch does: for another shape, or for a complex and a real dtype."""
+    if grad.shape != spec.shape:
+        raise RuntimeError(
+            f"Mismatch in shape: grad_output[{place}] has a shape of {grad.shape} and "
+            f"output[{place}] has a shape of {spec.shape}."
+        )
+    if grad.dtype.is_complex != spec.dtype.is_complex:
+        raise RuntimeError(
+            f"For complex Tensors, both grad_output and output are required to have the same "
+            f"dtype. Mismatch in dtype: grad_output[{place}] has a dtype of {grad.dtype} and "
+            f"output[{place}] has a dtype of {spec.dtype}."
+        )
+    return grad.to(spec.dtype)
 
 
 def _materialize_output(output: Any) -> Any:
@@ -93,8 +119,8 @@ def _roots_and_seeds(outputs: Sequence[Any], grads: Any) -> tuple[list[Any], lis
     given = _as_list(grads) or [None] * len(outputs)
     outputs = [_materialize_output(o) for o in outputs]
     seeds = [
-        initial_cotangent(o, g) if isinstance(o, GlobalTensor) else g
-        for o, g in zip(outputs, given, strict=True)
+        initial_cotangent(o, g, i) if isinstance(o, GlobalTensor) else g
+        for i, (o, g) in enumerate(zip(outputs, given, strict=True))
     ]
     # A rank outside an output's placement may hold a placeholder without an autograd graph (in a
     # second derivative). This rank has nothing to compute for that output.

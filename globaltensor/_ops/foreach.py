@@ -228,18 +228,19 @@ def _run_partials_singly(
     ordinary = getattr(torch, name.removesuffix("_"), None)
     alone = [i for i, t in enumerate(first) if _must_stay_partial(name_of(func), t)]
     together = [i for i in range(len(first)) if i not in alone]
-    if name in ("addcmul_", "addcdiv_") and len(args) > 3:
-        args, kwargs = args[:3], {**kwargs, "value": args[3]}
+    given, named_given = args, kwargs
+    if name in ("addcmul_", "addcdiv_") and len(args) > 3:  # the method takes the factor by name
+        given, named_given = args[:3], {**kwargs, "value": args[3]}
 
     def picked(a: Any, which: list[int]) -> Any:
         each = isinstance(a, (list, tuple)) or (isinstance(a, torch.Tensor) and a.dim() == 1)
         return [a[i] for i in which] if each and len(a) == len(first) else a
 
     for i in alone:
-        target, *others = [picked(a, [i])[0] if picked(a, [i]) is not a else a for a in args]
+        target, *others = [picked(a, [i])[0] if picked(a, [i]) is not a else a for a in given]
         named = {
             NAMES.get(k, k): picked(v, [i])[0] if picked(v, [i]) is not v else v
-            for k, v in kwargs.items()
+            for k, v in named_given.items()
         }
         if isinstance(named.get("value"), torch.Tensor):
             named["value"] = named["value"].item()

@@ -70,7 +70,8 @@ def deepcopy(self: GlobalTensor, memo: dict[int, Any]) -> GlobalTensor:
     else:
         out = _wrap_copy(self, self._local.detach().clone())
     memo[id(self)] = identify_copy(out, self)
-    grad = self.grad
+    # torch copies the gradient of a tensor, but none of a parameter
+    grad = None if getattr(self, "_is_param", False) else self.grad
     if grad is not None:
         copied: Any = copying.deepcopy(grad, memo)
         if torch_private.recording.on:  # the recorder sees it

@@ -102,9 +102,13 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         )
     if value.shape != x.shape:
         raise SbpError(
-            f"assigned grad has shape {list(value.shape)}, but the tensor has shape {list(x.shape)}"
+            f"attempting to assign a gradient of size '{list(value.shape)}' to a tensor of size "
+            f"'{list(x.shape)}'. Please ensure that the gradient and the tensor are the same size"
         )
     value = value._materialize()
+    if value.dtype is not x.dtype and x._leaf is not None:
+        # torch's own error, unless the tensor's grad_dtype allows this dtype
+        x._local.grad = torch.empty_like(x._local, dtype=value.dtype)
     record("set grad", x, value)
     place_grad(x, value)
 

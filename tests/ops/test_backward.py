@@ -680,6 +680,15 @@ def test_what_grad_can_be_asked() -> None:
                 torch.autograd.grad(a, [x])
             with pytest.raises(ValueError, match="allow_unused"):
                 torch.autograd.grad(a, [x], g, materialize_grads=True, allow_unused=False)
+            found[-1].append(
+                torch.autograd.grad([a, b], [x], [g.float(), g[:, 0]], retain_graph=True)
+            )
+            with pytest.raises(RuntimeError, match=r"Mismatch in shape: grad_output\[0\]"):
+                torch.autograd.grad([a, b], [x], [g[:2], g[:, 0]])
+            with pytest.raises(RuntimeError, match="For complex Tensors, both grad_output"):
+                torch.autograd.grad(a, [x], g + 0j)
+            with pytest.raises(RuntimeError, match="only for real scalar outputs but got"):
+                (a + 0j).sum().backward()
             torch.autograd.backward([a, b], [g, g[:, 0]], inputs=[x])
             found[-1].append((x.grad, y.grad))
             with pytest.raises(RuntimeError, match="second time"):

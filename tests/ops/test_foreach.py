@@ -286,6 +286,27 @@ def test_refusals_are_those_of_one_device() -> None:
     run_on(2, refused)
 
 
+def factors_of_each() -> None:
+    """One list has a partial leaf, which is written singly, and plain tensors."""
+    where = flow.placement.all("cpu")
+    for function in (torch._foreach_addcdiv_, torch._foreach_addcmul_):
+        found = []
+        for partial in (False, True):
+            targets = [torch.arange(1.0, 7).view(2, 3) for _ in range(3)]
+            others = [t + 1 for t in targets]
+            if partial:
+                targets[0] = laid_out(targets[0], where, [flow.sbp.partial_sum]).requires_grad_()
+            with torch.no_grad():
+                function(targets, others, others, [0.5, 2.0, -1.0])
+            found.append([whole(t.detach()) for t in targets])
+        for got, want in zip(found[1], found[0], strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_each_tensor_has_its_own_factor_where_one_stays_partial() -> None:
+    run_on(2, factors_of_each)
+
+
 def gradients() -> None:
     placement = flow.placement.all("cpu")
     weight = values(4, 3)

@@ -89,6 +89,22 @@ def test_copies_have_the_attributes_and_a_shallow_copy_shares_memory() -> None:
     assert run_on(2, attributes_on_ranks) == [want, want]
 
 
+def gradients_of_copies() -> list[bool]:
+    where, out = flow.placement.all("cpu"), []
+    for sbp in LAYOUTS:
+        for parameter in (False, True):
+            x: Any = start().to_global(where, B).to_global(sbp=sbp).detach().requires_grad_()  # type: ignore[attr-defined]
+            x = torch.nn.Parameter(x.detach()) if parameter else x
+            (x * x).sum().backward()
+            out.append(copy.deepcopy(x).grad is None)
+    return out
+
+
+def test_the_copy_of_a_parameter_has_no_gradient_as_in_torch() -> None:
+    want = [False, True] * len(LAYOUTS)
+    assert run_on(2, gradients_of_copies) == [want, want]
+
+
 def tied_copy_on_ranks() -> list[Any]:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4))
     model[1].weight.data = model[0].weight.data

@@ -337,6 +337,91 @@ def test_out_that_does_not_fit_is_refused_as_on_one_device() -> None:
         torch.add(laid_out(values(4, 3), S(0)), 1, out=laid_out(values(2), S(0)))
 
 
+#: Functions whose dtype that of ``out`` decides, where no dtype is passed.
+COMPUTED_IN_OUT: dict[str, Callable[..., Tensor]] = {
+    "sum": lambda x, out: torch.sum(x, 0, out=out),
+    "product": lambda x, out: torch.prod(x, 1, out=out),
+    "sums so far": lambda x, out: torch.cumsum(x, 0, out=out),
+    "products so far": lambda x, out: torch.cumprod(x, 1, out=out),
+    "mean": lambda x, out: torch.mean(x, 0, out=out),
+    "steps": lambda x, out: torch.linspace(0, 1, 7, out=out),
+    "steps of powers": lambda x, out: torch.logspace(0, 1, 7, out=out),
+}
+
+
+@on()
+def test_the_dtype_of_out_decides_how_a_sum_is_computed() -> None:
+    """A sum into whole numbers is one of whole numbers, and steps into float64 have its digits."""
+    for name, function in COMPUTED_IN_OUT.items():
+        for dtype in (torch.float64, torch.float32, torch.int64):
+            if name == "mean" and dtype is torch.int64:
+                continue
+            want = function(values(4, 3) * 3, torch.empty(0, dtype=dtype))
+            for sbp in (B, S(0), S(1), P):
+                x = laid_out(values(4, 3) * 3, sbp)
+                for out in (
+                    torch.empty(0, dtype=dtype),
+                    laid_out(
+                        torch.zeros(want.shape, dtype=dtype),
+                        B if sbp == S(1) and want.dim() < 2 else sbp,
+                    ),
+                ):
+                    if not out.is_global and name.startswith("steps"):  # type: ignore[attr-defined]
+                        continue
+                    assert function(x, out) is out
+                    got = gather_global_value(out) if out.is_global else out  # type: ignore[attr-defined]
+                    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
+                    if dtype is torch.float64:
+                        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-13)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        torch.cumsum(
+            laid_out(values(4, 3), S(0)).requires_grad_(), 0, out=torch.empty(0, dtype=torch.int64)
+        )
+
+
+#: Functions whose kernels refuse an ``out`` of float32 for float64, which meta kernels accept.
+STRICT: dict[str, Callable[..., Any]] = {
+    "sort": lambda x, out: torch.sort(x, 0, out=(out, torch.empty(0, dtype=torch.int64))),
+    "mode": lambda x, out: torch.mode(x, 0, out=(out, torch.empty(0, dtype=torch.int64))),
+    "kthvalue": lambda x, out: torch.kthvalue(x, 1, 0, out=(out, torch.empty(0).long())),
+    "index_select": lambda x, out: torch.index_select(x, 0, torch.tensor([0]), out=out),
+    "take": lambda x, out: torch.take(x, torch.tensor([0]), out=out),
+    "any": lambda x, out: torch.any(x > 0, 1, out=out),
+    "clamp": lambda x, out: torch.clamp(x, 0, 1, out=out),
+    "softmax": lambda x, out: torch.softmax(x, 0, out=out),
+    "tril": lambda x, out: torch.tril(x, out=out),
+    "bucketize": lambda x, out: torch.bucketize(x, torch.tensor([0.0]).double(), out=out),
+    "nonzero": lambda x, out: torch.nonzero(x > 0, out=out),
+    "masked_select": lambda x, out: torch.masked_select(x, x > 0, out=out),
+}
+
+
+@on()
+def test_an_out_of_another_dtype_is_refused_in_torchs_words() -> None:
+    for name, function in STRICT.items():
+        with pytest.raises(Exception) as alone:
+            function(values(4, 3), torch.empty(0))
+        for sbp in (B, S(0), S(1), P):
+            for out in (torch.empty(0), laid_out(torch.empty(0), B)):
+                with pytest.raises(type(alone.value)) as error:
+                    pytest.fail(f"{name} gave {function(laid_out(values(4, 3), sbp), out)}")
+                assert str(alone.value).splitlines()[0] in str(error.value)
+
+
+class Sorted(flow.nn.Graph):
+    """A graph that sorts into a buffer of another dtype."""
+
+    def build(self, x: Tensor) -> Tensor:
+        return torch.sort(x, 0, out=(torch.empty(0), torch.empty(0).long()))[0]
+
+
+@on()
+def test_a_graph_refuses_an_out_of_another_dtype() -> None:
+    for sbp in (B, S(0)):
+        with pytest.raises(RuntimeError, match="Expected out tensor to have dtype double"):
+            Sorted()(laid_out(values(4, 3), sbp))
+
+
 def resized_with_a_warning() -> None:
     for x in (values(4, 3), laid_out(values(4, 3), S(0))):
         with warnings.catch_warnings(record=True) as seen:
@@ -428,6 +513,92 @@ def test_a_graph_with_a_plain_buffer() -> None:
                 graph(laid_out(values(4, 3, seed=seed), sbp)),
                 (values(4, 3, seed=seed) + 1) * values(4, 3, seed=seed),
             )
+
+
+# ------------------------------------------------------------------------------- views and operands
+
+
+@on()
+def test_a_view_in_the_same_dtype_has_no_gradient() -> None:
+    for sbp in (B, S(0), S(1), P):
+        for wrap in (lambda t: t, lambda t: t * 2):
+            alone, x = (
+                wrap(t.requires_grad_()) for t in (values(4, 3), laid_out(values(4, 3), sbp))
+            )
+            views = [t.view(torch.float64) for t in (alone, x)]
+            assert [v.requires_grad for v in views] == [False, False]
+            assert [v.grad_fn for v in views] == [None, None]
+            same(views[1], views[0])
+            views[1].add_(1)
+            same(x.detach(), alone + 1)
+
+
+@on()
+def test_the_only_part_of_a_leaf_is_no_leaf() -> None:
+    """A hook on the part is not one on the leaf."""
+    for sbp in (B, S(0), S(1), P):
+        for cut in (
+            lambda t: t.chunk(1)[0],
+            lambda t: t.split(4)[0],
+            lambda t: t.tensor_split(1)[0],
+            lambda t: t.vsplit([])[0],
+        ):
+            x = laid_out(values(4, 3), sbp).requires_grad_()
+            part = cut(x)
+            assert not part.is_leaf
+            assert part.grad_fn is not None
+            part.register_hook(lambda grad: grad * 10)
+            ((part * 2).sum() + x.sum()).backward()
+            same(x.grad, torch.full((4, 3), 21.0, dtype=torch.float64))
+
+
+@on()
+def test_what_is_resampled_to_its_own_size_is_a_copy() -> None:
+    for shape in ((1, 2, 4), (1, 2, 4, 6)):
+        for sbp in (B, S(1), S(2), S(-1), P):
+            x = laid_out(values(*shape), sbp)
+            y = nn.functional.interpolate(x, scale_factor=1.0)
+            y.add_(1)
+            same(x, values(*shape))
+            same(y, values(*shape) + 1)
+            with torch.inference_mode():
+                assert nn.functional.interpolate(x, scale_factor=1.0).is_inference()
+
+
+@on()
+def test_a_view_made_without_gradients_is_not_written_with_them() -> None:
+    for sbp, take in ((S(0), lambda t: t[1]), (S(1), lambda t: t.view(12)), (B, lambda t: t[1])):
+        for scale in (1, 2):
+            x = laid_out(values(4, 3), sbp).requires_grad_()
+            base = x * scale if scale > 1 else x
+            with torch.no_grad():
+                view = take(base)
+                alias = take(base.detach())
+            with pytest.raises(RuntimeError, match="A view was created in no_grad mode"):
+                view.mul_(3)
+            same(view, take(values(4, 3)) * scale)
+            alias.mul_(3)
+            with torch.no_grad():
+                view.add_(1)
+            same(take(base.detach()), take(values(4, 3)) * scale * 3 + 1)
+
+
+@on()
+def test_gradients_are_assigned_as_on_one_device() -> None:
+    for sbp in (B, S(0), S(1), P):
+        x = laid_out(values(4, 3), sbp).requires_grad_()
+        for wrong, words in (
+            (laid_out(values(3, 4), sbp), "attempting to assign a gradient of size"),
+            (laid_out(values(4, 3), sbp).float(), "attempting to assign a gradient"),
+        ):
+            with pytest.raises(RuntimeError, match=words):
+                x.grad = wrong
+            assert x.grad is None
+        if "grad_dtype" in dir(torch.Tensor):  # torch 2.11 has no such attribute
+            x.grad_dtype = torch.float32
+            assert x.grad_dtype is torch.float32
+            x.grad = laid_out(values(4, 3), sbp).float()
+            same(x.grad, values(4, 3).float())
 
 
 # --------------------------------------------------------------------------------- sparse gradients
