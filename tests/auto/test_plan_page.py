@@ -796,6 +796,14 @@ def test_nothing_is_lost_on_a_phone(make: Any, tmp_path: Path) -> None:
 
 
 @needs_browser
+def test_no_number_is_cut_on_a_desktop(tmp_path: Path) -> None:
+    """Calls of 512.0 KiB and 1.0 MiB: the longest numbers that the columns have to show."""
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    seen = looked_at(flow.auto.plan(model, torch.empty(512, 512), "dgx-h100", mesh=(8,)), tmp_path)
+    assert seen["clipped"] == []
+
+
+@needs_browser
 def test_the_page_begins_with_the_devices(tmp_path: Path) -> None:
     seen = looked_at(dataclasses.replace(layered(3), model="GPT"), tmp_path)
     assert seen["heading"] == "GPT"
