@@ -35,7 +35,7 @@ from globaltensor.cluster import Cluster
 from globaltensor.graph.pipeline.schedule import schedule
 from globaltensor.graph.pipeline.simulate import simulate
 from globaltensor.graph.pipeline.timeline import trace
-from globaltensor.sharding.rank_rows import rank_rows
+from globaltensor.sharding.holdings_table import rank_rows
 from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
