@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 NPROC ?= 2
-# WORKERS: how many pytest processes run the tests (where pytest-xdist is installed); those that start processes of their own stay on one of them.
+# WORKERS: how many pytest processes run the tests (where pytest-xdist is installed). The tests of a file run on one of them, which keeps the processes, captures and plans that they share.
 WORKERS ?= 2
 # BACKEND: what carries the collectives of `make train`: auto, gloo, nccl, or mpi (after make install-mpi).
 BACKEND ?= auto
@@ -15,7 +15,7 @@ CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --numprocesses $(WORKERS) --dist loadgroup)
+SIDE_BY_SIDE = $(shell $(BIN)/python -c 'import xdist' 2>/dev/null && echo --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder)
 SOURCES := globaltensor tests examples benchmarks docs/site
 export OMP_NUM_THREADS ?= 1
 # Bytecode is saved also where python is told to write none: each pytest process takes 8 s to compile the tests.

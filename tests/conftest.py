@@ -6,7 +6,6 @@ from __future__ import annotations
 import gc
 import os
 import subprocess
-import zlib
 from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -145,20 +144,16 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by markers
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests with processes on one worker for every 4 cores, if several workers run the
-    tests (pytest-xdist). There these tests run one after another, with one pool for all."""
+    """Select the tests, and note which of them start processes."""
     known: dict[Any, bool] = {}
-    groups = max(1, (os.cpu_count() or 1) // 4)
     extend(items)
     if config.getoption("--check"):
         sampled(items, known)
     for item in items:
-        if with_processes(item, known):
-            item.add_marker(
-                pytest.mark.xdist_group(f"processes {zlib.crc32(item.path.name.encode()) % groups}")
-            )
+        item.stash[STARTS_PROCESSES] = with_processes(item, known)
 
 
+STARTS_PROCESSES = pytest.StashKey[bool]()
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
 WORKER = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 
@@ -168,7 +163,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Run a test without processes on one core. Simulated ranks are threads, which hand Python's
     lock to each other at every operation: between cores that takes longer than the operation."""
     if CORES:
-        many = item.get_closest_marker("xdist_group") is not None
+        many = item.stash[STARTS_PROCESSES]
         os.sched_setaffinity(0, CORES if many else {CORES[WORKER % len(CORES)]})
 
 

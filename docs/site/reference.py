@@ -51,6 +51,11 @@ ALIASES: Final = {
 #: Classes that have no public name, and the attribute through which users get their instances.
 ATTRIBUTES: Final = {"nn.Graph.config": Config}
 
+#: Members without an underscore that only the library itself calls.
+_OF_THE_LIBRARY: Final = frozenset(
+    (globaltensor.GlobalTensor, name) for name in ("wrap", "without_slots")
+)
+
 _LEGACY: Final = " ".join(
     f"{kind}Tensor" for kind in "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
 )
@@ -387,7 +392,11 @@ def _members(cls: type) -> Iterator[tuple[str, Any]]:
         if not base.__module__.startswith("globaltensor"):
             continue
         for name, value in vars(base).items():
-            if not name.startswith("_") and name not in seen:
+            if (
+                not name.startswith("_")
+                and name not in seen
+                and (base, name) not in _OF_THE_LIBRARY
+            ):
                 seen.add(name)
                 yield name, value
 

@@ -27,6 +27,7 @@ from ..errors import KernelError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from . import call_plan
+from .autocast import autocast_state
 from .call_plan import (
     ANYWHERE,
     ANYWHERE_UNSORTED,
@@ -41,7 +42,7 @@ from .call_plan import (
     name_of,
     tensors_in,
 )
-from .plan_call import autocast_state, plan_call
+from .plan_call import plan_call
 from .rules import RULES, Derived
 
 __all__ = ["Handler", "dispatch", "fresh_plans", "handler_kind", "register_handlers"]

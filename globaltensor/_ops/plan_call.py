@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec, StorageSpec, layout_for
 from . import call_plan
+from .autocast import as_autocast_would
 from .call_plan import (
     AttributePlan,
     CallPlan,
@@ -70,14 +71,6 @@ from .rules import (
 from .shape_inference import check_dtypes, infer_outputs, operands_among
 
 __all__ = ["lies_at", "plan_call", "stage_context", "writes"]
-
-
-def autocast_state() -> tuple[Any, ...]:
-    return tuple(
-        (kind, torch.get_autocast_dtype(kind))
-        for kind in ("cpu", "cuda", "xpu")
-        if torch.is_autocast_enabled(kind)
-    )
 
 
 class _CommonPlacement(threading.local):
@@ -355,7 +348,7 @@ def _plan_composite(call: _CallToPlan) -> CallPlan | None:
         check_dtypes(func, call.specs, call.args, call.kwargs)
     if meta is not None and torch_private.any_autocast() and not rule.inplace:
         return DelegatePlan(
-            _as_autocast_would(op.composite, func, call.specs, call.args, call.kwargs, meta)
+            as_autocast_would(op.composite, func, call.specs, call.args, call.kwargs, meta)
         )
     return DelegatePlan(op.composite)  # type: ignore[arg-type]
 
@@ -606,57 +599,6 @@ def _is_list(args: tuple[Any, ...]) -> bool:
         and all(type(t) in ORDINARY for t in first)
         and not tensors_in(args[1:], [])
     )
-
-
-def _as_autocast_would(
-    composite: Callable[..., Any],
-    func: Any,
-    specs: Sequence[Spec],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    meta: Sequence[torch.Tensor],
-) -> Callable[..., Any]:
-    """Return a composite that casts as autocast casts for ``func``.
-
-    Autocast has a policy for ``func``, but not for the functions that ``composite`` calls. So the
-    inputs are cast to the dtype that ``func`` would return, and the composite runs with autocast
-    off."""
-    kinds = [kind for kind, _ in autocast_state()]
-
-    def off() -> contextlib.ExitStack:
-        stack = contextlib.ExitStack()
-        for kind in kinds:
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        return stack
-
-    try:
-        with off():
-            plain = [m.dtype for m in infer_outputs(func, specs, args, kwargs)[0] or ()]
-    except RuntimeError:  # operands of several dtypes, which autocast unifies
-        plain = []
-    found = {m.dtype for m in meta}
-    wanted = found.pop() if len(found) == 1 else None
-    if wanted is None or not wanted.is_floating_point:
-        wanted = None
-    elif plain == [m.dtype for m in meta] and any(
-        s.dtype.is_floating_point and s.dtype.itemsize > wanted.itemsize for s in specs
-    ):
-        # it accepts these dtypes as they are, such as the running statistics of a batch norm
-        wanted = None
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if wanted is not None:
-            cast_operands = iter(
-                [
-                    t.to(wanted) if t.is_floating_point() else t
-                    for t in tensors_in(kwargs, tensors_in(args, []))
-                ]
-            )
-            args, kwargs = replaced(args, cast_operands), replaced(kwargs, cast_operands)
-        with off():
-            return composite(*args, **kwargs)
-
-    return run
 
 
 def _attribute_plan(func: Any, args: tuple[Any, ...]) -> CallPlan:

@@ -16,8 +16,8 @@ from .._base.terminal import in_colour
 from ..boxing.explain import BoxingExplanation
 from ..distributed.cluster_env import detect
 from ..distributed.world import running
+from ..sharding.holdings_table import MAX_RANKS, rank_rows
 from ..sharding.placement import Placement
-from ..sharding.rank_rows import MAX_RANKS, rank_rows
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 

@@ -64,16 +64,27 @@ class _ClassOfGlobalTensors(type(torch.Tensor)):  # type: ignore[misc]
 class GlobalTensor(torch.Tensor, metaclass=_ClassOfGlobalTensors):
     """A tensor spread over the ranks of a placement.
 
-    ``to_global`` and the creation functions make it; it is never constructed directly.
+    It has the shape, the values and the gradients of the full tensor, and PyTorch's functions and
+    methods take it as they take any tensor. ``placement`` names its ranks, ``sbp`` says what each
+    of them holds, and ``to_local()`` returns that. ``to_global`` and the creation functions make
+    it; it is never constructed directly.
 
-    ``_local`` is this rank's local tensor, an ordinary one that autograd works on. Reading it never
-    communicates. ``_materialize()`` does what must be done before it may be read. ``_spec``
-    describes the global tensor that the local tensors form. This class has no slots, so that a
-    plain tensor or parameter can become one and stay the same object
-    (parallel/module_to_global.py). Ops return a `SlottedGlobalTensor`.
+    >>> import torch
+    >>> import globaltensor as flow
+    >>> x = flow.ones(4, 6, placement=flow.placement("cpu", [0]), sbp=flow.sbp.split(0))
+    >>> x.shape, x.sbp, x.is_global
+    (torch.Size([4, 6]), (globaltensor.sbp.split(dim=0),), True)
+    >>> x.sum().item()
+    24.0
     """
 
+    # This class has no slots, so that a plain tensor or parameter can become one and stay the same
+    # object (parallel/module_to_global.py). Ops return a `SlottedGlobalTensor`.
+
+    # This rank's local tensor, an ordinary one that autograd works on. Reading it never
+    # communicates. `_materialize()` does what must be done before it may be read.
     _local: torch.Tensor
+    # Describes the global tensor that the local tensors form.
     _spec: Spec
     _memory: AliasGroup | None  # None: it has no alias
     # Identifies the tensor on all ranks of its placement (distributed/divergence.py, `History`).

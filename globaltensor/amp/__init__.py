@@ -1,4 +1,7 @@
-"""``flow.amp``: torch.amp, and this library's loss scalers."""
+"""``flow.amp``: torch.amp, and this library's loss scalers.
+
+``autocast`` is torch's own; _ops/autocast.py says how global tensors follow it.
+"""
 
 from .grad_scaler import GradScaler, StaticGradScaler
 from .._base.torch_namespace import directory as _directory, names_of_torch as _names_of_torch

@@ -410,8 +410,7 @@ class Cluster:
         """Read a file that `save` or a person wrote.
 
         Raises ClusterError, which names file and field, where it describes no cluster. Measured
-        curves that contradict the laws (measured_curves.py) are corrected, and a logged warning
-        names them.
+        curves that contradict the laws are corrected, and a logged warning names them.
         """
         from .json_file import load
 

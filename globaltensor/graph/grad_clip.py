@@ -1,6 +1,7 @@
 """Gradient clipping by the settings of parameter groups (OneFlow's names).
 
-`Graph` calls it once the gradients of a step are complete."""
+`Graph` calls it once the gradients of a step are complete. torch's `clip_grad_norm_` works on
+global tensors as it is: `foreach_norm` (_ops/foreach.py) gives it norms over all ranks."""
 
 from __future__ import annotations
 

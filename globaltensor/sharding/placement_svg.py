@@ -21,8 +21,8 @@ from .cell_grid import (
     draw_grid,
 )
 from .cell_holders import Holders
+from .holdings_table import MAX_RANKS
 from .placement import Placement
-from .rank_rows import MAX_RANKS
 from .svg_canvas import PADDING, SvgCanvas
 
 __all__ = ["draw_placement", "short_placement"]

@@ -35,7 +35,7 @@ from globaltensor.cluster import Cluster
 from globaltensor.graph.pipeline.schedule import schedule
 from globaltensor.graph.pipeline.simulate import simulate
 from globaltensor.graph.pipeline.timeline import trace
-from globaltensor.sharding.rank_rows import rank_rows
+from globaltensor.sharding.holdings_table import rank_rows
 from globaltensor.sharding.sbp import Sbp, broadcast, partial_max, partial_sum, split
 from globaltensor.sharding.spec import Spec
 
@@ -793,6 +793,14 @@ def test_nothing_is_lost_on_a_phone(make: Any, tmp_path: Path) -> None:
         "tensor", "times", "layout", "bytes", "forward", "gradient", "total", "used by",
     ]  # fmt: skip
     assert seen["hint_inside"]
+
+
+@needs_browser
+def test_no_number_is_cut_on_a_desktop(tmp_path: Path) -> None:
+    """Calls of 512.0 KiB and 1.0 MiB: the longest numbers that the columns have to show."""
+    model = nn.Sequential(nn.Linear(512, 2048), nn.GELU(), nn.Linear(2048, 512))
+    seen = looked_at(flow.auto.plan(model, torch.empty(512, 512), "dgx-h100", mesh=(8,)), tmp_path)
+    assert seen["clipped"] == []
 
 
 @needs_browser

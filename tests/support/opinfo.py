@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -486,4 +487,5 @@ def _how_it_ran(largest: int) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:160]}"
+    line = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {textwrap.shorten(line, 320, placeholder=' ...')}"

@@ -44,8 +44,9 @@ class RanksFailed(AssertionError):
 class Pool:
     """A pool of ``n`` processes, the ranks of one world over gloo.
 
-    ``warm``: they run under support/warm_python. The shared pools do not: their processes have
-    different hash seeds, which shows where ranks go through sets in different orders.
+    ``warm``: they run under support/warm_python, which starts four processes in the time of one.
+    The shared pool of two does not: its processes have different hash seeds, which shows where
+    ranks go through sets in different orders.
     """
 
     def __init__(self, n: int, warm: bool = False) -> None:
@@ -185,7 +186,7 @@ def run_on(n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SEC
     """Call ``fn(*args)`` on ``n`` real processes, the ranks of one world, and return each rank's
     result. ``fn`` and the values must be picklable."""
     if n not in _pools:
-        _pools[n] = Pool(n)
+        _pools[n] = Pool(n, warm=n > 2)
     return _pools[n].run(fn, *args, timeout=timeout)
 
 

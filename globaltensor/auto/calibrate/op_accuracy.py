@@ -70,7 +70,7 @@ def calibrate(
 
     A third of the time is spent on whole training steps of a few plans, on copies of the model.
     Calls and moves take longer within a step than alone, so the cluster's times are scaled to fit
-    these steps (auto/calibrate/steps.py). This part is skipped with ``steps=False``, and for:
+    these steps. This part is skipped with ``steps=False``, and for:
 
     - a graph, a model on the meta device, or a model of global tensors;
     - a model whose copies with their optimizers (40 times its size) take more than half of the

@@ -19,8 +19,8 @@ from ...cluster import Cluster
 from ...cluster.presets import PRESETS
 from ...errors import SbpError
 from ...graph.sharding_plan import entry
+from ...sharding.holdings_table import MAX_RANKS
 from ...sharding.placement import Placement
-from ...sharding.rank_rows import MAX_RANKS
 from ...sharding.sharding_svg import drawn_dims, layout_svg
 from ...sharding.spec import Spec
 from ...sharding.svg_canvas import rank_class
