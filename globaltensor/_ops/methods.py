@@ -48,6 +48,7 @@ from .._tensor.set_data import (
 )
 from .._tensor.strides import (
     Note,
+    copy_noted_order,
     copy_noted_strides,
     differ,
     forget_note,
@@ -499,7 +500,7 @@ def _resolve_method(name: str) -> Callable[..., GlobalTensor]:
         if resolved is local:
             return x
         out = GlobalTensor.wrap(resolved, x._spec)
-        copy_noted_strides(x, out)
+        copy_noted_order(x, out)
         out._serial = x._serial  # outside the placement it is x itself
         return out
 

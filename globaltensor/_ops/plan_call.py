@@ -16,7 +16,16 @@ from .._base import torch_private
 from .._base.user_code import warn_user
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.plain_operands import operand_spec
-from .._tensor.strides import differ, permutes
+from .._tensor.strides import (
+    Note,
+    base_note,
+    by_rows,
+    differ,
+    local_strides_tell,
+    note_strides,
+    permutes,
+    results,
+)
 from .._tensor.view_tracking import RemoteView, link_alias
 from ..boxing import box
 from ..distributed.world import world
@@ -619,6 +628,11 @@ def _attribute_plan(func: Any, args: tuple[Any, ...]) -> CallPlan:
                 return RemoteView.of(value, spec, x, func)
             out = GlobalTensor.wrap(value, spec)
             if name_of(func) in ("real", "imag"):
+                if not local_strides_tell(out):
+                    base = base_note(x, True)
+                    out = GlobalTensor.wrap(func(x._local), spec)  # it may be laid out by rows now
+                    found = results(x, base.strides, func, copies=False) or [by_rows(x.shape)]
+                    note_strides(out, Note(found[0], base.exact))
                 link_alias(x, out)
             return out
         return value

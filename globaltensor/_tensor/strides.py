@@ -35,6 +35,7 @@ __all__ = [
     "Note",
     "base_note",
     "by_rows",
+    "copy_noted_order",
     "copy_noted_strides",
     "device_strides",
     "differ",
@@ -134,6 +135,12 @@ def copy_noted_strides(source: GlobalTensor, other: GlobalTensor) -> None:
     """Copy the note of ``source`` to its alias ``other``."""
     if (found := source.__dict__.get("_strides")) is not None:
         other.__dict__["_strides"] = found
+
+
+def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
+    """Note for ``other``, a copy of ``source``, the same order of dims, without gaps."""
+    if (found := note_of(source)) is not None:
+        note_strides(other, Note(_drop_gaps(source.shape, found.strides), found.exact))
 
 
 def forget_note(x: GlobalTensor) -> None:

@@ -44,6 +44,9 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "t_": lambda x: x.clone().t_() if x.dim() == 2 else x,
     "sum": lambda x: x + 1,
     "clone": lambda x: x.clone(),
+    "real part": lambda x: torch.complex(x, x).real,
+    "imaginary part": lambda x: torch.complex(x, x).imag,
+    "resolved": lambda x: torch.complex(x, x).conj().imag.resolve_neg(),
 }
 #: Questions, and functions that torch rejects for some strides. Their answer is the result, or
 #: "refused".
