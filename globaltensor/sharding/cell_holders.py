@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from .rank_rows import slices_text
+from .holdings_table import slices_text
 from .sbp import Sbp
 from .spec import Spec
 from .svg_canvas import text_width

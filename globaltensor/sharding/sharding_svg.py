@@ -26,9 +26,9 @@ from .cell_grid import (
     left_side,
 )
 from .cell_holders import Holders, listed
+from .holdings_table import MAX_RANKS, rank_rows
 from .placement import Placement
 from .placement_svg import draw_placement, short_placement
-from .rank_rows import MAX_RANKS, rank_rows
 from .sbp import Sbp
 from .spec import Spec
 from .svg_canvas import PADDING, WIDTH, SvgCanvas
