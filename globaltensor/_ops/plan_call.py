@@ -398,7 +398,9 @@ def _plan_returned_operand(call: _CallToPlan) -> CallPlan | None:
 def _check_dtypes(call: _CallToPlan) -> None:
     """Check the dtypes of a call with a local function. Keep written operands replicated."""
     op = _op(call)
-    if op.local is not None and not _is_ours(call.func):
+    # einsum computes by kernels that depend on the sizes of the local tensors, size 1 above all
+    several = call.func is torch.einsum
+    if (op.local is not None or several) and not _is_ours(call.func):
         check_dtypes(call.func, call.specs, call.args, call.kwargs)
     if call.written is not None:
         keep_written_whole(op, call.written[0])

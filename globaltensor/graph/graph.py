@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import os
+import re
 import threading
 import time
 from collections import OrderedDict, defaultdict
@@ -30,7 +31,7 @@ from .._tensor.pending_tensor import local_of
 from .._tensor.plain_operands import check_replicated
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
-from ..errors import GraphError
+from ..errors import GraphError, noted
 from ..optim.zero import Zero, freeing
 from ..sharding.placement import Placement
 from ..sharding.spec import layout_for
@@ -69,6 +70,13 @@ _numbers: defaultdict[str, Iterator[int]] = defaultdict(
     itertools.count
 )  # counts the graphs of each class
 
+#: Errors of torch's kernels for an index out of range. A graph's kernels see local tensors.
+_INDEX_ERROR = re.compile(r"index .*out of (bounds|range)|Index .*out of (bounds|range)")
+_LOCAL_NUMBERS = (
+    "an index in the graph is out of range. Index and size are those of the local tensors of a "
+    "rank, where a tensor is split: call build() itself with the same arguments (graph.build(...)) "
+    "for those of the global tensors"
+)
 #: Planners of a graph whose config asks for a search: (graph, args, kwargs) -> PlanFollower.
 GRAPH_PLANNERS = Providers("planners of graphs", "globaltensor.auto")
 
@@ -95,8 +103,20 @@ class CompiledShape:
 
         Gradients are summed over the ranks in the last micro-batch."""
         flat_buffers.keep_freed_memory()
+        try:
+            outs = self._run_micros(micros, scale, training)
+        except (IndexError, RuntimeError) as error:
+            if _INDEX_ERROR.search(str(error)):
+                noted(error, _LOCAL_NUMBERS)
+            raise
+        return [_fill_outputs(self.captured.structure, iter(out)) for out in outs]
+
+    def _run_micros(
+        self, micros: Sequence[list[torch.Tensor]], scale: float, training: bool
+    ) -> list[Any]:
+        outs: Any
         if self.staged is not None:
-            outs: Any = self.staged(micros, scale)
+            outs = self.staged(micros, scale)
         else:
             outs, gradient_reducer = [], reducer()
             for i, inputs in enumerate(micros):
@@ -106,7 +126,7 @@ class CompiledShape:
                     else contextlib.nullcontext()
                 ):
                     outs.append(self.program(inputs, scale))  # type: ignore[misc]
-        return [_fill_outputs(self.captured.structure, iter(out)) for out in outs]
+        return outs  # type: ignore[no-any-return]
 
     @property
     def module(self) -> Any:

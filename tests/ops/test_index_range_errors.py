@@ -271,3 +271,29 @@ def right_indices() -> None:
     x = X.to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))  # type: ignore[attr-defined]
     index = torch.arange(24).view(6, 4) % 4
     torch.testing.assert_close(gather_global_value(x.gather(1, index)), X.gather(1, index))
+
+
+class Gathered(flow.nn.Graph):
+    def build(self, x: Tensor, index: Tensor) -> Tensor:
+        return x.gather(0, index)
+
+
+def test_a_graph_says_whose_numbers_its_error_has() -> None:
+    """A captured program knows local tensors alone. The error names the call that knows more."""
+
+    def body() -> None:
+        everywhere = flow.placement.all("cpu")
+        x, index = (
+            t.to_global(everywhere, B)  # type: ignore[attr-defined]
+            for t in (torch.zeros(4, 3), torch.tensor([[0, 9, 1]]))
+        )
+        for sbp in (B, S(0)):
+            graph, split = Gathered(), x.to_global(sbp=sbp)
+            with pytest.raises(RuntimeError, match="is out of bounds for dimension 0") as error:
+                graph(split, index)
+            told = "\n".join([str(error.value), *getattr(error.value, "__notes__", ())])
+            assert "call build() itself with the same arguments" in told
+            with pytest.raises(RuntimeError, match="index 9 is out of bounds for dimension 0 with"):
+                graph.build(split, index)
+
+    simulate(2, body)
