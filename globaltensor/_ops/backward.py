@@ -54,6 +54,8 @@ def initial_cotangent(output: GlobalTensor, grad: Any, place: int = 0) -> torch.
             return torch.zeros_like(output._local)
         counted = all(where[a] == 0 for a, e in enumerate(spec.layout) if e.is_broadcast)
         return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
+    if not isinstance(grad, torch.Tensor):
+        raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
     if grad.shape != spec.shape or grad.dtype is not spec.dtype:
         grad = _fitting_gradient(grad, spec, place)
     if isinstance(grad, GlobalTensor):

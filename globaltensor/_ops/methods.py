@@ -541,7 +541,12 @@ def copy_(self: GlobalTensor, src: Any, non_blocking: bool = False) -> GlobalTen
         whole = operand_spec(src, self.placement, "the source of copy_")
         src = GlobalTensor.wrap(promote_plain_tensor(src, whole, "the source of copy_"), whole)
     if src.shape != self.shape:
-        src = src.expand(self.shape)
+        try:
+            src = src.expand(self.shape)
+        except RuntimeError:
+            copied = (torch.empty(t.shape, device="meta") for t in (self, src))
+            next(copied).copy_(next(copied))  # torch's own error for these shapes
+            raise
     src = src._materialize()
     local = box(src._local, src._spec, self._spec.replace(dtype=src.dtype), why="copy_")
     record("copy_", self, src)

@@ -687,6 +687,8 @@ def test_what_grad_can_be_asked() -> None:
                 torch.autograd.grad([a, b], [x], [g[:2], g[:, 0]])
             with pytest.raises(RuntimeError, match="For complex Tensors, both grad_output"):
                 torch.autograd.grad(a, [x], g + 0j)
+            with pytest.raises(TypeError, match="gradients can be either Tensors or None"):
+                torch.autograd.grad(a.sum(), [x], [2.0], retain_graph=True)
             with pytest.raises(RuntimeError, match="only for real scalar outputs but got"):
                 (a + 0j).sum().backward()
             torch.autograd.backward([a, b], [g, g[:, 0]], inputs=[x])

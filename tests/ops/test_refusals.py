@@ -127,6 +127,8 @@ REFUSED: dict[str, tuple[Callable[[Any], Any], Tensor]] = {
     "values of more dims than a mask selects": (lambda x: x.index_put((torch.tensor([[True, False,
         True]] + 3 * [[False] * 3]),), torch.zeros(1, 2).double()), values(4, 3)),
     "the position of the first truth": (lambda x: x.argmax(0), INTEGERS > 3),
+    "a copy of another shape": (lambda x: x.copy_(torch.ones(3, 4)), values(4, 3)),
+    "a copy of more dims": (lambda x: x.copy_(torch.ones(2, 4, 3)), values(4, 3)),
     "einsum of truths": (lambda x: torch.einsum("ij,kj", x, x), INTEGERS > 3),
     "leaky_relu of whole numbers": (lambda x: F.leaky_relu(x), INTEGERS),
     "clamp without bounds": (lambda x: x.clamp(), values(4, 3)),
