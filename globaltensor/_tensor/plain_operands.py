@@ -141,7 +141,7 @@ def check_replicated(
     """Compare a plain tensor with those of the other ranks.
 
     It compares the first 16 uses of such tensors for one purpose, then at intervals that grow by an
-    eighth. ``place``: the key to count by, with the ranks. None: the purpose, and the tensor's
+    eighth (in guard mode, all). ``place``: the key to count by, with the ranks. None: the purpose, and the tensor's
     dtype and number of dims. The line of the program is no part of it, because one rank may run the
     same call from another line (to time or log it). The comparison is collective: all of ``ranks``
     call it. Raises DivergenceError, on every rank. The error names the line, the ranks with their
@@ -157,14 +157,16 @@ def check_replicated(
 def comparison_due(place: Any) -> bool:
     """Count a use of plain tensors at a place, and return True if the ranks compare at this one.
 
-    ``place`` is a hashable key."""
-    places = world().state(PlainPlaces)
+    ``place`` is a hashable key. In guard mode (`check_ranks`) they compare at each.
+    """
+    this_world = world()
+    places = this_world.state(PlainPlaces)
     known = places.get(place)
     if known is None:
         if len(places) >= _MAX_PLACES:
             places.clear()
         known = places[place] = Comparisons()
-    return known.due()
+    return known.due() or this_world.pace is not None
 
 
 def compare_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str) -> None:

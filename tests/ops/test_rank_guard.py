@@ -176,6 +176,32 @@ def other_tensors_under_the_guard() -> str:
     return str(raised.value)
 
 
+def differs_once(guarded: bool) -> list[str]:
+    """Use a plain tensor 40 times, once with another value on each rank. Return what is told."""
+    x, told = rows(), []
+
+    def steps() -> None:
+        for i in range(40):
+            try:
+                x + torch.full((4,), float(flow.env.get_rank() * (i == 21)))
+            except DivergenceError as error:
+                told.append(f"{i}: {'float32[4]' in str(error)}")
+                return
+
+    if guarded:
+        with flow.check_ranks():
+            steps()
+    else:
+        steps()
+    return told
+
+
+@pytest.mark.parametrize("run", [simulate, run_on])
+def test_the_guard_compares_plain_tensors_at_every_use(run: Callable[..., list[list[str]]]) -> None:
+    assert run(2, differs_once, True) == [["21: True"]] * 2
+    assert simulate(2, differs_once, False) == [[]] * 2, "by default they compare now and then"
+
+
 def test_the_guard_names_the_operation_on_another_tensor() -> None:
     for text in run_on(2, other_tensors_under_the_guard):
         assert re.search(

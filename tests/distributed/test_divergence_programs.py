@@ -1,0 +1,215 @@
+"""Tests of whole programs whose ranks diverge: what is told, and in how few lines."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.launched import Launched
+from support.mpi import needs_mpi
+from support.rows import line, rows
+from torch import nn
+
+import globaltensor as flow
+from globaltensor._base.tracebacks import shortened
+from globaltensor.errors import SbpError
+
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+
+
+PROGRAM = """
+import torch
+import globaltensor as flow
+rank = flow.env.get_rank()
+B, S = flow.sbp.broadcast, flow.sbp.split
+x = torch.arange(12.).view(4, 3).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(0))
+"""
+READS = {
+    "print": "print(x)",
+    "item": "total = (x * x).sum().item()",
+    "logging": 'import logging; logging.warning("%s", x)',
+    # as torch.utils.tensorboard reads a value, in a function of a library
+    "writer": 'writer.add_scalar("loss", x.sum(), 1)',
+}
+WRITER = """
+class SummaryWriter:
+    def add_scalar(self, tag, value, step):
+        self.value = value.detach().cpu().numpy()
+"""
+LAST = PROGRAM + "print((x * (2 + rank)).to_local().sum())\n"
+OWN_GROUP = (
+    "import torch.distributed as dist\ndist.init_process_group('gloo')\n"
+    + LAST
+    + "dist.destroy_process_group()\n"
+)
+
+
+def launched(
+    folder: Path, program: str, *options: str, warm: bool = True, **variables: str
+) -> tuple[int, str]:
+    script = folder / "train.py"
+    script.write_text(program)
+    with Launched(
+        folder,
+        "--nproc_per_node",
+        2,
+        *options,
+        script,
+        warm=warm,
+        OMP_NUM_THREADS="1",
+        **variables,
+    ) as running:
+        code = running.code()
+    return code, running.err
+
+
+@pytest.mark.parametrize("reads", READS)
+@pytest.mark.parametrize(
+    ("shared", "backend"),
+    [
+        ("1", "gloo"),
+        ("0", "gloo"),
+        pytest.param("1", "mpi", marks=[needs_mpi, pytest.mark.extended]),
+    ],
+    ids=["shared memory", "gloo", "mpi"],
+)
+def test_a_value_read_on_one_rank_is_told_in_few_lines(
+    tmp_path: Path, shared: str, backend: str, reads: str
+) -> None:
+    (tmp_path / "writers.py").write_text(WRITER)
+    program = PROGRAM + "from writers import SummaryWriter\nwriter = SummaryWriter()\n"
+    code, said = launched(
+        tmp_path,
+        f"{program}if rank == 0:\n    {READS[reads]}\n",
+        "--backend",
+        backend,
+        warm=backend != "mpi",
+        GLOBALTENSOR_SHARED_MEMORY=shared,
+    )
+    assert code == 1
+    # a log call shows all its callers, among them those that run this program as __main__
+    said = re.sub(r".*File .*/support/warm_python/.*\n.*\n", "", said)
+    own, _, summary = said.partition("globaltensor.launch:")
+    line = re.escape(READS[reads])
+    for text in (own, summary):  # the rank's error and the launcher's summary say the same
+        assert re.search(
+            rf"File \".*train.py\", line 10, in <module>\n.*{line}\n(.*writers.py.*\n.*\n)?"
+            rf".*WorldError: (train.py:10: {line}|writers.py:4: .*)\n",
+            text,
+        ), text
+        assert (
+            "Printing, item() and numpy() of a global tensor are collective: call them on every "
+            "rank, or box to broadcast first" in text
+        )
+        assert "/globaltensor/" not in text
+        assert "/logging/" not in text
+        assert "GLHF" not in text
+        # the program goes on after a log call, so its end tells of the divergence, in 3 lines
+        assert len(text.splitlines()) < 12 + 3 * (reads == "logging"), text
+
+
+def test_all_frames_of_an_error_are_shown_on_request(tmp_path: Path) -> None:
+    for reads in ("print", "logging"):
+        code, said = launched(
+            tmp_path,
+            f"{PROGRAM}if rank == 0:\n    {READS[reads]}\n",
+            GLOBALTENSOR_TRACEBACK="full",
+        )
+        assert code == 1
+        assert "/globaltensor/boxing/" in said
+
+
+@pytest.mark.parametrize("program", [LAST, OWN_GROUP], ids=["world of ours", "group of the user"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.sweep(4)
+def test_a_divergence_after_the_last_collective_is_told_at_the_end(
+    tmp_path: Path, shared: str, program: str
+) -> None:
+    code, said = launched(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert "DivergenceError: the ranks have diverged" in said
+    assert "This was found when the program ended" in said
+    code, said = launched(
+        tmp_path, program.replace("2 + rank", "2"), GLOBALTENSOR_SHARED_MEMORY=shared
+    )
+    assert (code, said) == (0, ""), said
+
+
+def test_errors_show_the_lines_of_the_user_alone() -> None:
+    with pytest.raises(SbpError) as found:
+        rows().to_global(sbp=S(7))
+    lines = shortened(found.value)
+    assert lines is not None
+    text = "".join(lines)
+    assert __file__ in text
+    assert os.path.dirname(flow.__file__) not in text
+    assert "SbpError: sbp splits dim 7" in text
+    assert found.value._render_traceback_()[0] == "Traceback (most recent call last):"  # type: ignore[attr-defined]
+    assert shortened(ValueError("mine")) is None
+
+
+REFUSED_BY_TORCH: list[tuple[type[Exception], str, Callable[[torch.Tensor], Any]]] = [
+    (RuntimeError, "mat1 and mat2 shapes", lambda x: nn.Linear(7, 2)(x)),
+    (RuntimeError, "same dtype", lambda x: nn.Linear(x.shape[1], 2)(x.double())),
+    (RuntimeError, "same dtype", lambda x: nn.Linear(x.shape[1], 2)(x.long())),
+    (ValueError, "to match target batch_size", lambda x: loss_of(x, torch.tensor([1]))),
+    (RuntimeError, "target dtype", lambda x: loss_of(x, torch.zeros(len(x)))),
+    (IndexError, "out of bounds", lambda x: x[:, 99]),
+]
+loss_of = nn.functional.cross_entropy
+
+
+@pytest.mark.parametrize(("kind", "says", "call"), REFUSED_BY_TORCH)
+def test_calls_that_torch_refuses_show_the_lines_of_the_user_alone(
+    kind: type[Exception], says: str, call: Callable[[torch.Tensor], Any]
+) -> None:
+    for _ in range(2):  # a call that is planned the first time, and perhaps cached then
+        with pytest.raises(kind, match=says) as found:
+            call(rows())
+        assert "KeyError" not in "".join(traceback.format_exception(found.value))
+        lines = shortened(found.value)
+        assert lines is not None
+        text = "".join(lines)
+        assert says in text
+        assert __file__ in text
+        assert os.path.dirname(flow.__file__) not in text
+        assert os.path.dirname(torch.__file__) not in text
+
+
+UNSEEDED = """
+from typing import Any
+import torch
+from torch import nn
+import globaltensor as flow
+B = flow.sbp.broadcast
+"""
+
+
+def unseeded() -> tuple[list[float], float, list[float]]:
+    """Draw in a program without a seed: torch gives each process a different seed."""
+    where = line()
+    own = torch.initial_seed()
+    x = flow.randn(3, placement=where, sbp=B)
+    dropped = nn.functional.dropout(torch.ones(64).to_global(where, B))  # type: ignore[attr-defined]
+    return x.tolist(), float(own), dropped.to_local().tolist()
+
+
+def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) -> None:
+    functions = "".join(map(inspect.getsource, (line, unseeded)))
+    script = tmp_path / "train.py"
+    script.write_text(f"{UNSEEDED}{functions}print(unseeded())\n")
+    with Launched(tmp_path, "--nproc_per_node", 2, script, OMP_NUM_THREADS="1") as running:
+        assert running.code() == 0, running.err
+    first, second = sorted(
+        re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines()
+    )
+    (x, seed, dropped), (y, other, dropped_too) = eval(first), eval(second)
+    assert (x, dropped) == (y, dropped_too)
+    assert seed != other
