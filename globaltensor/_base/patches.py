@@ -36,6 +36,7 @@ _COUNTED_TWICE = "refuses to add up what is already the sum over ranks (a global
 _UNSEEN = (
     "reads a tensor's memory, and no tensor can override it: returns the local tensor, or refuses"
 )
+_SAVER_OF_ONE_RANK = "writes a file on one rank alone: refuses tensors of which others have shards"
 _SAVER = "writes a file from a tensor's memory: refuses tensors of which this rank has a shard"
 
 #: All patches, in order of the libraries and modules they change.
@@ -243,6 +244,10 @@ TABLE: tuple[Patch, ...] = (
     Patch("transformers.modeling_utils:PreTrainedModel.save_pretrained", "transformers 4", _SAVER),
     Patch("peft.peft_model:PeftModel.save_pretrained", "peft 0.10", _SAVER),
     Patch("accelerate.accelerator:Accelerator.save_model", "accelerate 1", _SAVER),
+    *(
+        Patch(f"accelerate.{home}:save", "accelerate 1", _SAVER_OF_ONE_RANK)
+        for home in ("utils.other", "utils", "checkpointing", "accelerator")
+    ),
     Patch(
         "torchmetrics.metric:Metric._wrap_update",
         "torchmetrics 1",

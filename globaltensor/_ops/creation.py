@@ -486,6 +486,8 @@ def _create_like(
         sizes = (tuple(spec.shape),) if base == "full" else ()
         local = MAKE[base](spec, (*sizes, *args), factory_kwargs)
     out = _wrap_created(local, spec, grad)
+    if sbp is None and isinstance(x, GlobalTensor) and any(e.is_partial for e in spec.layout):
+        out._pinned = x._pinned  # partial because an op's result is: no choice of the user
     record(f"{name} {argument_text((args, factory_kwargs))}", out)
     return out
 

@@ -72,6 +72,8 @@ _OVERWRITING = frozenset(
         "scatter_",
     )
 )
+#: With ``beta=0`` these do not read their target.
+_ADDED_TO = frozenset(("addmm_", "addmv_", "addr_", "addbmm_", "baddbmm_"))
 
 
 def plan_without_rule(
@@ -138,8 +140,9 @@ def write_into_plain(
     Afterwards the tensor has the full result on every rank."""
     target = args[0]
     # the previous contents do not matter, or have never been written
-    overwritten = name_of(func) in _OVERWRITING
-    stand_in = global_copy(target, placement, f"target of {name_of(func)}", checked=not overwritten)
+    name = name_of(func)
+    overwritten = name in _OVERWRITING or (name in _ADDED_TO and kwargs.get("beta", 1) == 0)
+    stand_in = global_copy(target, placement, f"target of {name}", checked=not overwritten)
     result = func(stand_in, *args[1:], **kwargs)
     copy_back(target, stand_in)
     return target if result is stand_in else result

@@ -118,6 +118,7 @@ class LocalPlan(CallPlan):
         "structure",
         "takes_sparse",
         "traffic",
+        "unread",
     )
 
     def __init__(
@@ -139,6 +140,7 @@ class LocalPlan(CallPlan):
         # True if the function may take a sparse operand as it is, without a sparse result: a
         # contraction. Another one takes the dense values, because global tensors are dense.
         self.takes_sparse = True
+        self.unread: frozenset[int] = frozenset()  # operands whose values do not matter
         self.structure: Any = None  # the pytree of the results, with meta tensors
 
     def locals(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,7 +162,9 @@ class LocalPlan(CallPlan):
             if isinstance(t, GlobalTensor):
                 local = t._local
             else:
-                local = promote_plain_tensor(t, src, f"operand {i} of {self.name}")
+                local = promote_plain_tensor(
+                    t, src, f"operand {i} of {self.name}", i not in self.unread
+                )
                 if local.layout is not torch.strided and (
                     not self.takes_sparse or self.routes[i] is not None
                 ):

@@ -518,7 +518,7 @@ def _build_call_plan(
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
     done.single = isinstance(structure, torch.Tensor)
-    done.random, done.takes_sparse = op.random, bool(op.reduce)
+    done.random, done.takes_sparse, done.unread = op.random, bool(op.reduce), op.unread
     rank = world().rank
     if not done.outside:
         if op.local is not None:

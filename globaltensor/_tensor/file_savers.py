@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._base.patches import patch
+from .._base.pytree import tensors_in
 from .storage import refuse_parts
 
 __all__ = ["install"]
@@ -92,8 +93,16 @@ def _check_adapters(
 
 
 def _check_model(accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-    if kwargs.get("safe_serialization", args[2] if len(args) > 2 else True):
-        refuse_parts("Accelerator.save_model()", model.state_dict().values())
+    """Check a model before accelerate writes it, which it does on one rank of each node or of all.
+
+    So also torch.save would write a file without the shards of other ranks.
+    """
+    refuse_parts("Accelerator.save_model()", model.state_dict().values())
+
+
+def _check_object(obj: Any, *args: Any, **kwargs: Any) -> None:
+    """Check the tensors of an object, such as an optimizer's state, in the same way."""
+    refuse_parts("accelerate's save()", tensors_in(obj, []))
 
 
 def install() -> None:
@@ -105,3 +114,6 @@ def install() -> None:
     _check_before("transformers.modeling_utils:PreTrainedModel.save_pretrained", _check_pretrained)
     _check_before("peft.peft_model:PeftModel.save_pretrained", _check_adapters)
     _check_before("accelerate.accelerator:Accelerator.save_model", _check_model)
+    # The other modules have the name from the first, in the form that it had at their import.
+    for home in ("utils.other", "utils", "checkpointing", "accelerator"):
+        _check_before(f"accelerate.{home}:save", _check_object)

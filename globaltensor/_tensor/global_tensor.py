@@ -12,6 +12,7 @@ import torch
 
 from .._base import torch_private
 from .._base.refusals import refusal_of_kernel
+from ..errors import GlobalTensorError
 from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp
 from ..sharding.spec import Spec, StorageSpec
@@ -102,6 +103,14 @@ class GlobalTensor(torch.Tensor, metaclass=_ClassOfGlobalTensors):
         None
     )
     _grad_shard: StorageSpec | None = None  # the layout of its gradient
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> GlobalTensor:
+        raise GlobalTensorError(
+            "GlobalTensor(...), as in type(p)(value): the class alone does not say on which ranks "
+            "the tensor is, and in which layout. Use value.to_global(placement, sbp). To give a "
+            "parameter other values in its own layout, use module.load_state_dict(...), or "
+            "p.copy_(value) under torch.no_grad()"
+        )
 
     @staticmethod
     def wrap(local: torch.Tensor, spec: Spec, serial: int = 0) -> GlobalTensor:

@@ -2,6 +2,10 @@
 
 PyTorch puts every error of a copied parameter into the text of one RuntimeError, and goes on with
 the next parameter. Ranks that have diverged must not go on, so their error comes out at once.
+
+With ``assign=True`` PyTorch puts the loaded tensors in place of a module's. A plain tensor then
+becomes global, in the layout of the tensor that it replaces: plain parameters would take the memory
+of the full model on every rank.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,10 +23,24 @@ from .._base.user_code import user_line
 from .._tensor.global_tensor import GlobalTensor
 from ..distributed.world import world
 from ..errors import DivergenceError, WorldError
+from ..sharding.spec import Spec
 
 __all__ = ["check_same_keys"]
 
 _SHOWN = 3  # names that an error shows
+
+
+class _Assigned(NamedTuple):
+    """A plain tensor that a call of load_state_dict(assign=True) put in place of a global one."""
+
+    plain: torch.Tensor
+    layout: Spec
+    value: torch.Tensor  # the global tensor of the same value, in this layout
+    made: torch.Tensor  # the parameter or buffer that the module has now
+
+
+#: Those of the call that runs.
+_ASSIGNED: ContextVar[list[_Assigned]] = ContextVar("assigned")
 
 
 class _LoadingErrors(list[str]):
@@ -69,7 +88,11 @@ def _wrap_load_state_dict(load: Callable[..., Any]) -> Callable[..., Any]:
     def run(self: torch.nn.Module, state_dict: Any, *args: Any, **options: Any) -> Any:
         if isinstance(state_dict, Mapping):
             check_same_keys(self, state_dict)
-        return load(self, state_dict, *args, **options)
+        token = _ASSIGNED.set([])
+        try:
+            return load(self, state_dict, *args, **options)
+        finally:
+            _ASSIGNED.reset(token)
 
     return run
 
@@ -79,10 +102,56 @@ def _wrap_load_from_state_dict(load: Callable[..., None]) -> Callable[..., None]
     def run(self: torch.nn.Module, *args: Any) -> None:
         *others, error_messages = args
         messages = _LoadingErrors()
+        before = _own_global_tensors(self)
         load(self, *others, messages)
+        for name, old in before.items():
+            _keep_global(self, name, old)
         error_messages += messages
 
     return run
+
+
+def _own_global_tensors(module: torch.nn.Module) -> dict[str, GlobalTensor]:
+    own = (*module._parameters.items(), *module._buffers.items())
+    return {name: t for name, t in own if isinstance(t, GlobalTensor)}
+
+
+def _keep_global(module: torch.nn.Module, name: str, old: GlobalTensor) -> None:
+    """Make a plain tensor that was put in place of a global one global, in the same layout.
+
+    Tensors that are one object, or that share their memory, do so afterwards.
+    """
+    assigned = getattr(module, name, None)
+    if not isinstance(assigned, torch.Tensor) or isinstance(assigned, GlobalTensor):
+        return
+    converted = _ASSIGNED.get([])
+    for other in converted:
+        if other.plain is assigned:
+            setattr(module, name, other.made)
+            return
+    tensor = next(
+        (o.value for o in converted if o.layout is old._spec and _is_alias(o.plain, assigned)), None
+    )
+    if tensor is None:
+        with torch.no_grad():
+            tensor = torch.empty_like(old, dtype=assigned.dtype, device=assigned.device)
+            if not assigned.is_meta:
+                tensor.copy_(assigned)
+    is_parameter = name in module._parameters
+    made = torch.nn.Parameter(tensor, assigned.requires_grad) if is_parameter else tensor
+    converted.append(_Assigned(assigned, old._spec, tensor, made))
+    setattr(module, name, made)
+
+
+def _is_alias(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two plain tensors show the same memory in the same form."""
+    return (
+        a.device == b.device
+        and a.device.type != "meta"
+        and a.numel() > 0
+        and (a.data_ptr(), a.shape, a.stride(), a.dtype)
+        == (b.data_ptr(), b.shape, b.stride(), b.dtype)
+    )
 
 
 def install() -> None:

@@ -93,7 +93,8 @@ def parallelize(
     top_k_weights)``. The local tensors are full values of the same model on every rank, and the
     first rank's data counts. The tensors of a model on the meta device stay there.
     ``model.to_empty(device=...)`` then allocates memory for each rank's local tensors alone.
-    ``reset_parameters`` or ``load_state_dict`` fills them.
+    ``reset_parameters`` or ``load_state_dict`` fills them. ``load_state_dict(state, assign=True)``
+    does both: plain tensors of ``state`` become global in the layout of those that they replace.
 
     Raises SbpError for an unknown plan, and for "expert" on a model without such modules. Raises
     PlacementError, KindError if a parameter cannot be global (sparse, quantized, not initialized),

@@ -4,6 +4,7 @@ result on all ranks, and gradients flow through."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import FallbackWarning
+from globaltensor.errors import DivergenceError, FallbackWarning
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 INDEX = torch.tensor([0, 1, 2, 0, 1, 3])
@@ -94,3 +95,46 @@ def mapped() -> list[list[float]]:
 
 def test_in_place_functions_without_a_rule_write_into_plain_tensors() -> None:
     assert run_on(2, mapped) == [[[1, 3, 5, 7], [0, 1, 4, 9], [2, 3, 4, 5]]] * 2
+
+
+#: Products that do not read their first operand, because ``beta`` is 0.
+UNREAD: dict[str, Callable[[Callable[..., Tensor], Tensor], Tensor]] = {
+    "addmm": lambda empty, x: torch.addmm(empty(3, 3), x, x.mT, beta=0, alpha=0.5),
+    "addmm, out": lambda empty, x: (
+        lambda a: torch.addmm(a, x, x.mT, beta=0.0, out=a)  # as in Muon
+    )(empty(3, 3)),
+    "addmm_": lambda empty, x: empty(3, 3).addmm_(x, x.mT, beta=0),
+    "addmv": lambda empty, x: torch.addmv(empty(3), x, x[0], beta=0),
+    "addr": lambda empty, x: empty(3, 4).addr(x[:, 0], x[1], beta=0.0),
+    "baddbmm": lambda empty, x: torch.baddbmm(
+        empty(2, 3, 3), torch.stack([x, x]), torch.stack([x.mT, x.mT]), beta=0.0, alpha=0.3
+    ),  # scores of attention in several models
+    "baddbmm_": lambda empty, x: empty(1, 3, 3).baddbmm_(x[None], x.mT[None], beta=0),
+    "addbmm": lambda empty, x: torch.addbmm(empty(3, 3), x[None], x.mT[None], beta=0),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_an_operand_that_is_not_read_may_differ_by_rank(name: str) -> None:
+    value = torch.arange(12.0, dtype=torch.float64).view(3, 4)
+
+    def on_ranks() -> None:
+        def empty(*shape: int) -> Tensor:
+            return torch.full(shape, [float("nan"), 5.0][flow.env.get_rank()], dtype=value.dtype)
+
+        want = UNREAD[name](torch.zeros, value.float())
+        for layout in (B, S(0), S(1), flow.sbp.partial_sum):
+            x = value.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=layout)  # type: ignore[attr-defined]
+            got = UNREAD[name](empty, x)
+            torch.testing.assert_close(torch.from_numpy(got.numpy()).float(), want)
+
+    simulate(2, on_ranks)
+
+
+def test_an_operand_that_is_read_must_not_differ_by_rank() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(3, 4, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
+        torch.addmm(torch.full((3, 3), float(flow.env.get_rank())), x, x.mT, beta=0.5)
+
+    with pytest.raises(DivergenceError, match=r"operand 0 of addmm(.|\n)*PYTHONHASHSEED=0"):
+        simulate(2, on_ranks)

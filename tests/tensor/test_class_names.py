@@ -15,6 +15,7 @@ import globaltensor as flow
 from globaltensor._ops.rules.deferred_mean import DeferredMean
 from globaltensor._tensor.global_tensor import SlottedGlobalTensor
 from globaltensor._tensor.view_tracking import RemoteView
+from globaltensor.errors import GlobalTensorError
 
 CLASSES = [flow.GlobalTensor, SlottedGlobalTensor, RemoteView, DeferredMean]
 
@@ -51,3 +52,17 @@ def test_a_plain_tensor_and_a_subclass_keep_their_names() -> None:
     assert type(torch.ones(1)).__name__ == "Tensor"
     assert Mine.__name__ == "Mine"
     assert "Mine" in repr(Mine)
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__qualname__)
+def test_no_tensor_is_made_by_its_class(kind: Any) -> None:
+    """Libraries that load files make parameters anew: `type(p)(value, requires_grad=...)`."""
+    for call in (
+        lambda: kind(torch.ones(2, 3), requires_grad=False),
+        lambda: kind([1.0, 2.0]),
+        lambda: kind(),
+    ):
+        with pytest.raises(
+            GlobalTensorError, match=r"type\(p\)\(value\).*to_global.*load_state_dict"
+        ):
+            call()

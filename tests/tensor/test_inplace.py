@@ -286,3 +286,45 @@ def test_lists_of_partials_that_others_show_are_written_into(write: str, kind: s
             torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)
+
+
+def _set_first_row(x: Tensor) -> Tensor:
+    x[0] = 2.0
+    return x.relu_()
+
+
+#: Writes into a tensor that is made like an op's result.
+MADE_LIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "one hot": lambda y: torch.zeros_like(y).scatter_(
+        1, torch.tensor([[1], [0], [3], [2], [1]]), 1
+    ),
+    "masked_fill_": lambda y: torch.full_like(y, 3.0).masked_fill_(torch.arange(4) > 1, 2.0),
+    "index_fill_": lambda y: torch.ones_like(y).index_fill_(0, torch.tensor([1, 4]), 0.5),
+    "exp_": lambda y: torch.ones_like(y).exp_(),
+    "copy_, clamp_": lambda y: torch.empty_like(y).copy_(y).clamp_(0),
+    "item": lambda y: _set_first_row(torch.full_like(y, -1.0)),
+    "foreach": lambda y: (z := torch.full_like(y, -1.0), torch._foreach_abs_([z]))[0],
+    "like that again": lambda y: torch.ones_like(torch.zeros_like(y)).exp_(),
+}
+
+
+@pytest.mark.parametrize("write", MADE_LIKE)
+def test_what_is_made_like_a_partial_result_may_be_written_into(write: str) -> None:
+    """One-hot targets of a loss are `torch.zeros_like(logits).scatter_(1, labels, 1)`."""
+
+    def step(x: Any, w: Any) -> Any:
+        y = x @ w
+        return MADE_LIKE[write](y), y * 1
+
+    def on_ranks() -> None:
+        x, w = on(values(5, 3), S(1)), on(values(3, 4), S(0))
+        assert (x @ w).sbp == (P,)
+        for run in (step, flow.nn.Graph.trace(step)):
+            for got, want in zip(run(x, w), step(values(5, 3), values(3, 4)), strict=True):
+                torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+        with pytest.raises(InplaceError):  # the layout that the user chose
+            torch.zeros_like(on(values(5, 4), P)).exp_()
+        with pytest.raises(InplaceError):
+            flow.zeros_like(x @ w, sbp=P).exp_()
+
+    simulate(2, on_ranks)

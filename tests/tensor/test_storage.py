@@ -356,8 +356,13 @@ def with_accelerate() -> None:
         ) -> str:
             return "written"
 
+    def save(
+        obj: Any, f: str, save_on_each_node: bool = False, safe_serialization: bool = False
+    ) -> str:
+        return "written"
+
     home = types.ModuleType("accelerate.accelerator")
-    home.Accelerator = Accelerator  # type: ignore[attr-defined]
+    home.Accelerator, home.save = Accelerator, save  # type: ignore[attr-defined]
     sys.modules["accelerate.accelerator"] = home
     try:
         from globaltensor._tensor import file_savers
@@ -370,9 +375,18 @@ def with_accelerate() -> None:
     model.to_global(flow.placement.all("cpu"), S(0))
     with pytest.raises(StorageError, match=r"Accelerator\.save_model\(\)"):
         Accelerator().save_model(model, "x")
-    assert (
-        Accelerator().save_model(model, "x", safe_serialization=False) == "written"
-    )  # torch.save is used, whose files identify their shards
+    # torch.save would write one rank's shards, and no file would have the others
+    with pytest.raises(StorageError, match=r"Accelerator\.save_model\(\)"):
+        Accelerator().save_model(model, "x", safe_serialization=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    assert home.save(optimizer.state_dict(), "x") == "written"  # type: ignore[attr-defined]
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    for state in (optimizer.state_dict(), {"models": [model.state_dict()]}):
+        with pytest.raises(StorageError, match=r"accelerate's save\(\)"):
+            home.save(state, "x")  # type: ignore[attr-defined]
+    replicated = {"weight": model.weight.detach().to_global(sbp=B)}
+    assert home.save(replicated, "x") == "written"  # type: ignore[attr-defined]
 
 
 def test_accelerate_is_asked_on_every_rank() -> None:

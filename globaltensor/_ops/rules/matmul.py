@@ -104,6 +104,8 @@ def _declare_addmm(name: str, names: Sequence[str], out: str) -> None:
 
     def describe(op: OpDescription, input: Arg, first: Arg, second: Arg, **kwargs: Any) -> None:
         product(op, [tuple(n) for n in names], [first, second], tuple(out), input)
+        if kwargs.get("beta", 1) == 0:  # then PyTorch does not read it: torch.empty is passed
+            op.unread = frozenset([input.index])
 
     second_names = {
         "mat1": "first",

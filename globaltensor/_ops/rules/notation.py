@@ -138,7 +138,7 @@ class OpDescription:
     numbers. ``view``: the result aliases operand 0. ``exchanges``: factors along which ``local``
     communicates, where they are split, with the other ranks of the factor. All of these ranks must
     run ``local``, and its backward, in the same order. ``ranges``: for operands that are indices,
-    the values that they may hold.
+    the values that they may hold. ``unread``: operands whose values do not matter.
     """
 
     args: list[Arg]
@@ -161,6 +161,7 @@ class OpDescription:
     traffic: Callable[[Any], float] | None = None
     exchanges: set[Factor] = field(default_factory=set)
     ranges: dict[int, Range] = field(default_factory=dict)
+    unread: frozenset[int] = frozenset()
     function: Any = None
 
     def __post_init__(self) -> None:
