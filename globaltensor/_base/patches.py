@@ -224,7 +224,16 @@ TABLE: tuple[Patch, ...] = (
     ),
     *(
         Patch(f"torch.jit:{name}", "torch 2.11", "refuses global tensors, by a message")
-        for name in ("trace", "trace_module", "script")
+        for name in ("trace", "trace_module", "_get_trace_graph", "script")
+    ),
+    *(
+        Patch(f"torch._C:{name}.__call__", "torch 2.11", "refuses global tensors, by a message")
+        for name in ("ScriptFunction", "ScriptMethod")
+    ),
+    Patch(
+        "torch.fx.experimental.proxy_tensor:make_fx",
+        "torch 2.11",
+        "refuses global tensors, whose values would become constants of the graph",
     ),
     # --- Python and other libraries
     Patch(
