@@ -115,6 +115,11 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch.nn:Module.to_global", "torch 2.11", "module.to_global(placement, sbp)"),
     Patch("torch.nn:Module.to_local", "torch 2.11", "module.to_local()"),
     Patch(
+        "torch.nn:Parameter.__new__",
+        "torch 2.11",
+        "a view that needs communication is of another class than the parameter made of it",
+    ),
+    Patch(
         "torch.nn:Module.to",
         "torch 2.11",
         "module.to(x) asks x for its device below Python, where a global tensor has none",

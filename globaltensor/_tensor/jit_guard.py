@@ -100,8 +100,8 @@ def _refusing_call(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if next(_global_tensors([*args, *options.values()]), None) is not None:
             raise CompileError(
-                f"{user_line()}\na program of torch.jit ({self.name}) runs on plain tensors, and an "
-                f"argument is a global tensor. Call the Python function or module "
+                f"{user_line()}\na program of torch.jit ({self.name}) runs on plain tensors, and "
+                f"an argument is a global tensor. Call the Python function or module "
                 f"that the program was made of, or run the program on local tensors: "
                 f"globaltensor.local_map(program, out_sbp=..., in_sbp=...)"
             )
