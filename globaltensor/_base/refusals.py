@@ -108,6 +108,14 @@ def dense_message(where: str) -> str:
     )
 
 
+def no_values_message(what: str) -> str:
+    return (
+        f"{what} needs the values of a tensor on the meta device, which has none. Allocate memory "
+        "and set the values first: for a model, model.to_empty(device=...), then load_state_dict "
+        "or reset_parameters"
+    )
+
+
 def transform_message() -> str:
     return (
         "a global tensor was passed to a transform of torch.func (grad, vjp, vmap, jacrev, ...), "

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._base.refusals import no_values_message
 from ..._base.user_code import user_line
-from ...errors import WorldError
+from ...errors import PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, collective_of, due, spelled
 from ..world import ProcessWorld
@@ -99,6 +100,9 @@ class P2PCommunicator(Communicator):
 
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
         # The device has no backend of its own.
+        if any(s.is_meta for s in sends.values()):
+            place = collective_of(self.world.kind, spelled(self.world.purpose))
+            raise PlacementError(f"{user_line()}\n{no_values_message(place)}")
         host = {i: torch.empty(r.shape, dtype=r.dtype) for i, r in recvs.items()}
         self._swap({i: s.cpu() for i, s in sends.items()}, host, torch.device("cpu"))
         for i, r in recvs.items():
