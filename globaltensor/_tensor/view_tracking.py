@@ -286,11 +286,11 @@ def _parameter_of_view(make: Callable[..., Any]) -> Any:
     """
 
     @functools.wraps(make)
-    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+    def new(cls: Any, data: Any = None, *args: Any, **options: Any) -> Any:
         if isinstance(data, RemoteView):
             data = data.detach()
             data.detach_from_base()
-        return make(cls, data, requires_grad)
+        return make(cls, data, *args, **options)
 
     return staticmethod(new)
 
