@@ -282,15 +282,16 @@ def finish_inplace(target: GlobalTensor) -> GlobalTensor:
 def _parameter_of_view(make: Callable[..., Any]) -> Any:
     """Let ``torch.nn.Parameter(view)`` take a view that needs communication.
 
-    A leaf that requires grad has its own local tensor, so it is no such view.
+    A leaf that requires grad has its own local tensor, so it is no such view. Without gradient the
+    parameter stays a view of its base, as on one device.
     """
 
     @functools.wraps(make)
-    def new(cls: Any, data: Any = None, *args: Any, **options: Any) -> Any:
-        if isinstance(data, RemoteView):
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if requires_grad and isinstance(data, RemoteView):
             data = data.detach()
             data.detach_from_base()
-        return make(cls, data, *args, **options)
+        return make(cls, data, requires_grad)
 
     return staticmethod(new)
 
