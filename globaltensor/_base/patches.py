@@ -116,6 +116,11 @@ TABLE: tuple[Patch, ...] = (
     Patch("torch.nn:Module.to_global", "torch 2.11", "module.to_global(placement, sbp)"),
     Patch("torch.nn:Module.to_local", "torch 2.11", "module.to_local()"),
     Patch(
+        "torch.nn:Parameter.__new__",
+        "torch 2.11",
+        "a view that needs communication is of another class than the parameter made of it",
+    ),
+    Patch(
         "torch.nn:Module.to",
         "torch 2.11",
         "module.to(x) asks x for its device below Python, where a global tensor has none",
@@ -225,7 +230,16 @@ TABLE: tuple[Patch, ...] = (
     ),
     *(
         Patch(f"torch.jit:{name}", "torch 2.11", "refuses global tensors, by a message")
-        for name in ("trace", "trace_module", "script")
+        for name in ("trace", "trace_module", "_get_trace_graph", "script")
+    ),
+    *(
+        Patch(f"torch._C:{name}.__call__", "torch 2.11", "refuses global tensors, by a message")
+        for name in ("ScriptFunction", "ScriptMethod")
+    ),
+    Patch(
+        "torch.fx.experimental.proxy_tensor:make_fx",
+        "torch 2.11",
+        "refuses global tensors, whose values would become constants of the graph",
     ),
     # --- Python and other libraries
     Patch(

@@ -101,10 +101,18 @@ def copied_message(where: str) -> str:
 
 def dense_message(where: str) -> str:
     return (
-        f"a global tensor reached {where}, which makes a sparse or nested tensor of it, but "
-        "global tensors are dense, and local tensors of other kinds are not made of them. Use "
+        f"a global tensor reached {where}, which makes a sparse, nested or MKL-DNN tensor of it, "
+        "but global tensors are dense, and local tensors of other kinds are not made of them. Use "
         "x.to_local() for a tensor of this rank's values, or "
         "x.to_global(sbp=flow.sbp.broadcast).to_local() for one of the full value"
+    )
+
+
+def no_values_message(what: str) -> str:
+    return (
+        f"{what} needs the values of a tensor on the meta device, which has none. Allocate memory "
+        "and set the values first: for a model, model.to_empty(device=...), then load_state_dict "
+        "or reset_parameters"
     )
 
 

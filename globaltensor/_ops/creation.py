@@ -644,6 +644,19 @@ def _refuse_nested(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 
 
 register_handlers(dict.fromkeys(torch_private.nested_constructors(), _refuse_nested), "refused")
+register_handlers({Tensor.to_mkldnn: _refuse_nested}, "refused")
+
+
+def _to_dense(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``x.to_dense()``. The local tensor of a result of ``to_sparse`` is sparse."""
+    x = args[0]
+    local = func(x._local, *args[1:], **kwargs)
+    if local is x._local:
+        return x
+    return GlobalTensor.wrap(local, x._spec.replace(dtype=local.dtype))
+
+
+register_handlers({Tensor.to_dense: _to_dense}, "method")
 
 
 def _refuse_quantized(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

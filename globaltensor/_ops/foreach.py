@@ -174,7 +174,10 @@ def _run_on_copies(
 ) -> Any:
     """Run the kernel on copies in the layouts of their columns, and copy the results back.
 
-    Afterwards a plain tensor has the full result on every rank."""
+    Afterwards a plain tensor has the full result on every rank. Elements that share memory are
+    computed in turn, because each must see what the ones before it have written."""
+    if len(args[0]) > 1 and _share_memory([args[k][i] for k, i in elsewhere], args):
+        return _run_columns_in_turn(func, args, kwargs)
     lists: list[Any] = [list(a) if isinstance(a, (list, tuple)) else a for a in args]
     for k, i in elsewhere:
         t, spec = args[k][i], specs[i]
@@ -189,6 +192,42 @@ def _run_on_copies(
             args[k][i].copy_(lists[k][i])
         else:
             copy_back(args[k][i], lists[k][i])
+    return args[0]
+
+
+def _share_memory(written: Sequence[torch.Tensor], args: tuple[Any, ...]) -> bool:
+    """Return True if a written plain tensor may share memory with another element of the lists.
+
+    The bytes between a tensor's first and last element count as its memory."""
+    targets = {id(t) for t in written if not isinstance(t, GlobalTensor)}
+    places: dict[Any, list[tuple[int, int, bool]]] = {}
+    for tensors in _tensor_lists(args):
+        for t in tensors:
+            if isinstance(t, GlobalTensor) or t.layout is not torch.strided or not t.numel():
+                continue
+            reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1
+            begin = t.storage_offset() * t.element_size()
+            place = (begin, begin + reach * t.element_size(), id(t) in targets)
+            places.setdefault((t.device, torch_private.storage_key(t)), []).append(place)
+    for found in places.values():
+        end, target_end = -1, -1
+        for begin, until, target in sorted(found):
+            if begin < (end if target else target_end):
+                return True
+            end, target_end = max(end, until), max(target_end, until if target else -1)
+    return False
+
+
+def _run_columns_in_turn(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a kernel for the first element of each list, then for the second one, and so on."""
+    n = len(args[0])
+
+    def column(a: Any, i: int) -> Any:
+        each = isinstance(a, (list, tuple)) or (isinstance(a, torch.Tensor) and a.dim() == 1)
+        return a[i : i + 1] if each and len(a) == n else a
+
+    for i in range(n):
+        func(*[column(a, i) for a in args], **{k: column(v, i) for k, v in kwargs.items()})
     return args[0]
 
 
@@ -369,7 +408,7 @@ def _wrap_results(result: Any, own_indices: list[int], specs: Sequence[Spec | No
     return tuple(out) if isinstance(result, tuple) else out
 
 
-def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the norm of each tensor as a partial norm.
 
     clip_grad_norm_ then needs one reduction for all of them."""
@@ -379,7 +418,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
         isinstance(t, GlobalTensor) for t in tensors
     ):
         dtype = args[2] if len(args) > 2 else kwargs.get("dtype")
-        return [torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors]
+        return tuple(torch.linalg.vector_norm(t, order, dtype=dtype) for t in tensors)
     _record_call("_foreach_norm", (tensors, order, *args[2:]), kwargs, tensors)
     kind = (
         partial_max
@@ -426,7 +465,7 @@ def foreach_norm(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> li
             GlobalTensor.wrap(local_norms[i] if i in local_norms else placeholder(made), made)
         )
     identify_results(out)
-    return out
+    return tuple(out)
 
 
 def _joint_placement(placements: Sequence[Placement]) -> Placement | None:

@@ -62,7 +62,7 @@ def save(
         sink = _Sink(f)
         sink.take(obj, *args, **options)
         if sink.error is not None:
-            raise sink.error
+            raise sink.error from None
         return
     this_world = world()
     _check_same_save(obj, global_dst_rank, options.get("pickle_module", pickle))

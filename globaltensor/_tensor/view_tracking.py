@@ -11,12 +11,14 @@ count alike. Local tensors would not do: a rank may hold none of the written ele
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 
 from .._base import torch_private
+from .._base.patches import patch
 from ..boxing import box
 from ..distributed.world import world
 from ..sharding.sbp import broadcast
@@ -291,3 +293,23 @@ def finish_inplace(target: GlobalTensor) -> GlobalTensor:
     elif target._memory is not None:
         target._memory.writes += 1
     return target
+
+
+def _parameter_of_view(make: Callable[..., Any]) -> Any:
+    """Let ``torch.nn.Parameter(view)`` take a view that needs communication.
+
+    A leaf that requires grad has its own local tensor, so it is no such view. Without gradient the
+    parameter stays a view of its base, as on one device.
+    """
+
+    @functools.wraps(make)
+    def new(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if requires_grad and isinstance(data, RemoteView):
+            data = data.detach()
+            data.detach_from_base()
+        return make(cls, data, requires_grad)
+
+    return staticmethod(new)
+
+
+patch("torch.nn:Parameter.__new__", _parameter_of_view)

@@ -17,9 +17,12 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from .._base.refusals import no_values_message
 from .._base.torch_private import profiling
+from .._base.user_code import user_line
 from ..distributed.world import world
 from ..distributed.world_base import World
+from ..errors import PlacementError
 from .log import range_name
 from .moves import LOCAL, Box, Move, recv_slices, send_slices
 from .planner import BoxingPlan
@@ -69,6 +72,11 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
                 return _run_steps(cast("list[Step]", program), local, this_world)
         for step in cast("list[Step]", program):
             local = step(local, this_world)
+    except NotImplementedError:
+        if not local.is_meta:
+            raise
+        name = f"{why or 'to_global'} of {route.src!r}"
+        raise PlacementError(f"{user_line()}\n{no_values_message(name)}") from None
     finally:
         this_world.purpose = ""
     return local

@@ -241,6 +241,8 @@ class Communicator(ABC):
         self._own: History | None = None
         self._known_histories = self._collectives = 0
         self._digest = b""  # the digest of the last collective
+        #: A size of the collective that begins, the same on every rank, if there is one.
+        self._nbytes: int | None = None
 
     @abstractmethod
     def _swap(
@@ -306,9 +308,17 @@ class Communicator(ABC):
         self.world.plain, self.world.purpose, self.world.odd = "", "", None
 
     def _begin_and_record(
-        self, kind: str, nbytes: int, dtype: torch.dtype | None, device: torch.device, op: str = ""
+        self,
+        kind: str,
+        nbytes: int,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        op: str = "",
+        longest: int | None = None,
     ) -> None:
+        self._nbytes = nbytes if kind in _OF_ONE_SIZE else longest
         self._begin_collective(kind, dtype, device, op)
+        self._nbytes = None
         world = self.world
         if world.trace is not None or world.observer is not None:
             world.observe(Traffic(kind, self.ranks, nbytes))
@@ -560,7 +570,11 @@ class Communicator(ABC):
         own = flats[self.index]
         if self.size > 1:
             self._begin_and_record(
-                "all_to_all", sum(f.nbytes for f in flats) - own.nbytes, own.dtype, own.device
+                "all_to_all",
+                sum(f.nbytes for f in flats) - own.nbytes,
+                own.dtype,
+                own.device,
+                longest=longest,
             )
         parts = self._all_to_all_parts(flats, numels, longest)
         if fresh:
@@ -595,9 +609,8 @@ class Communicator(ABC):
             out.copy_(flats[0])
             return
         total = sum(f.nbytes for f in flats)
-        self._begin_and_record(
-            "all_to_all", total - flats[self.index].nbytes, out.dtype, out.device
-        )
+        own = flats[self.index].nbytes
+        self._begin_and_record("all_to_all", total - own, out.dtype, out.device, longest=longest)
         self._all_to_all(flats, numels, out, longest)
 
     def _all_to_all(
@@ -708,6 +721,10 @@ class Communicator(ABC):
 
 
 _CPU: Final = torch.device("cpu")
+
+
+#: Collectives in which each rank counts as many bytes of traffic as any other.
+_OF_ONE_SIZE: Final = frozenset(("all_reduce", "reduce_scatter", "all_gather", "broadcast"))
 
 
 @functools.cache

@@ -3,8 +3,10 @@ arguments, raise one error that names both places."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
+import pytest
 import torch
 from support.pool import run_on
 from support.refused import refused
@@ -196,6 +198,40 @@ def sizes() -> list[str]:
 
 def test_gradients_that_one_rank_lacks_name_the_lines() -> None:
     said = run_on(2, sizes)
+    assert said[0] == said[1]
+
+
+def sizes_without_shared_memory() -> list[str]:
+    """Return the errors of backward where one rank has gradients of fewer parameters.
+
+    Gloo would end the process of a rank that gets a longer message than it expects."""
+    rank, said, where = flow.env.get_rank(), [], line()
+    assert world().comm((0, 1)).peers(torch.device("cpu")) is None
+
+    def detached(plan: str, odd: int) -> None:
+        torch.manual_seed(0)
+        m = flow.parallelize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), where, plan)
+        h = m[0](rows())
+        m[1](h.detach() if rank == odd else h).sum().backward()
+        assert m[1].weight.grad.to_local() is not None
+
+    for plan, odd in (("data", 0), ("data", 1), ("fsdp", 0), ("fsdp", 1)):
+        said.append(
+            refused(
+                functools.partial(detached, plan, odd),
+                r"^test_exchanges.py:\d+: .*backward\(.*\nthe ranks have diverged",
+                r"rank 0: rank 1 moves \d+ bytes where this rank moves \d+",
+                r"rank 1: rank 0 moves \d+ bytes where this rank moves \d+",
+            )
+        )
+    return said
+
+
+def test_gradients_that_one_rank_lacks_end_no_process(
+    fresh_pool: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
+    said = fresh_pool(2).run(sizes_without_shared_memory)
     assert said[0] == said[1]
 
 

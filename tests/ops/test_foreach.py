@@ -325,3 +325,35 @@ def gradients() -> None:
 def test_gradients_go_through() -> None:
     simulate(2, gradients)
     run_on(2, gradients)
+
+
+#: Writes into tensors that share memory. Each must see what the ones before it have written.
+IN_TURN: dict[str, Callable[[Any, Any], Any]] = {
+    "one twice": lambda t, g: torch._foreach_add_([t, t], [g, g * 2]),
+    "one twice by numbers": lambda t, g: torch._foreach_addcmul_([t, t], [g, g], [g, g], [2, 3]),
+    "by a tensor of numbers": lambda t, g: torch._foreach_addcdiv_(
+        [t, t], [g, g], [g + 9, g + 9], torch.tensor([2.0, 3.0])
+    ),
+    "views that overlap": lambda t, g: torch._foreach_mul_([t[:3], t[1:]], [g[:3], g[1:]]),
+    "views without overlap": lambda t, g: torch._foreach_mul_([t[:2], t[2:]], [g[:2], g[2:]]),
+    "columns": lambda t, g: torch._foreach_add_([t[:, :2], t[:, 1:]], [g[:, :2], g[:, 1:]]),
+    "target, then operand": lambda t, g: torch._foreach_add_([t, t.new_ones(4, 3)], [g, t]),
+    "operand, then target": lambda t, g: torch._foreach_sub_([t.new_ones(4, 3), t], [t, g]),
+    "copied": lambda t, g: torch._foreach_copy_([t, t[:1]], [g, g[1:2]]),
+}  # fmt: skip
+
+
+def in_turn() -> None:
+    placement = flow.placement.all("cpu")
+    for name, write in IN_TURN.items():
+        for sbp in (B, S(0), S(1), P):
+            mine, want = values(4, 3, seed=1), values(4, 3, seed=1)
+            g = values(4, 3).to_global(placement, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+            write(mine, g)
+            write(want, values(4, 3))
+            compare(mine, want, f"{name} {sbp}")
+
+
+def test_targets_that_share_memory_are_written_in_turn() -> None:
+    simulate(2, in_turn)
+    run_on(2, in_turn)

@@ -18,6 +18,7 @@ import globaltensor as flow
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.ir.trace import calls_of_model
+from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PlacementError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -274,6 +275,32 @@ def without_values() -> list[str]:
         said.append(f"{type(found.value).__name__}: {found.value}")
     assert "meta" in repr(g)
     return said
+
+
+def unfilled() -> str:
+    with torch.device("meta"):
+        norm, last = nn.LayerNorm(6), nn.Linear(24, 6)
+        model = nn.Sequential(nn.Embedding(10, 6), norm, nn.Linear(6, 24), nn.GELU(), last)
+    flow.parallelize(model, places(1), "fsdp")
+    with pytest.raises(PlacementError) as found:
+        model(torch.arange(12).view(3, 4) % 10)
+    return str(found.value)
+
+
+def saved_unfilled(folder: str) -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(6)
+    flow.parallelize(model, places(1), "data")
+    flow.save(model.state_dict(), str(Path(folder, "model.pt")), global_dst_rank=0)
+
+
+def test_a_model_without_values_says_how_to_fill_it(tmp_path: Path) -> None:
+    with pytest.raises(PlacementError) as found:
+        simulate(2, saved_unfilled, str(tmp_path))
+    for text in (*run_on(2, unfilled), str(found.value)):
+        assert text.startswith("test_meta_models.py:")
+        assert "needs the values of a tensor on the meta device, which has none" in text
+        assert "model.to_empty(device=...), then load_state_dict or reset_parameters" in text
 
 
 def test_what_has_no_values_says_so_on_every_rank() -> None:

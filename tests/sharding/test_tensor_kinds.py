@@ -19,6 +19,7 @@ from globaltensor.distributed.world import world
 from globaltensor.errors import (
     DivergenceError,
     GlobalTensorError,
+    KernelError,
     KindError,
     PlacementError,
     ShapeError,
@@ -468,6 +469,20 @@ def elementwise_sparse() -> list[Any]:
 
 def test_elementwise_functions_take_the_dense_values_of_sparse_operands() -> None:
     assert run_on(2, elementwise_sparse) == [[], []]
+
+
+def changed_kinds() -> list[Any]:
+    g = torch.eye(4).roll(1, 0).to_global(everywhere(), B).to_global(sbp=S(0))
+    dense = [quietly(change)().to_dense() for change in (g.to_sparse, g.to_sparse_csr)]
+    assert all(x.layout is torch.strided and x.to_dense() is x for x in dense)
+    with pytest.raises(KernelError, match="to_mkldnn, which makes a sparse, nested or MKL-DNN"):
+        g.to_mkldnn()
+    return [(x * 2).numpy().tolist() for x in dense]
+
+
+def test_a_sparse_result_becomes_dense_again() -> None:
+    want = (torch.eye(4).roll(1, 0) * 2).tolist()
+    assert run_on(2, changed_kinds) == [[want] * 2] * 2
 
 
 def results() -> list[str]:

@@ -3,6 +3,7 @@ tensor has size 1 in a dim or is empty."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -185,6 +186,33 @@ def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
                 assert answer == want[asked], about
             elif dim is not None and shape[dim] % 2 and not f"{program}:".startswith(BY_ITSELF):
                 assert answer[0] == "refused", about
+
+
+#: Tensors whose local tensor is contiguous on one rank only because it has size 1 in a dim.
+SINGLE_COLUMNS: dict[str, Callable[[Any], Any]] = {
+    "result of an op": lambda x: x.t() * 2,
+    "sorted": lambda x: x.t().sort(0).values,
+    "product": lambda x: torch.einsum("ij,kj->ki", x, x),
+    "zeros": lambda x: torch.zeros_like(x.t()),
+    "other dtype": lambda x: x.t().double(),
+    "column": lambda x: x[:, 0],
+}
+
+
+def reads_of_bytes(sbps: list[Any]) -> list[Any]:
+    where = flow.placement.all("cpu")
+    out = []
+    for make, sbp in itertools.product(SINGLE_COLUMNS.values(), sbps):
+        for read in (lambda x: x.view(torch.int16), lambda x: x.view(torch.uint8)):
+            x: Any = data((3, 2)).to_global(where, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+            out.append(answer(read, make(x)))
+    return out
+
+
+def test_narrower_reads_have_one_answer_on_all_ranks() -> None:
+    answers = run_on(2, reads_of_bytes, [S(0), S(1), flow.sbp.partial_sum])
+    assert answers[0] == answers[1]
+    assert all(said[0] != "ranks differ" for said in answers[0])
 
 
 def test_the_question_of_the_issue() -> None:

@@ -16,7 +16,7 @@ from support.bodies import values
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 
-B, S = flow.sbp.broadcast, flow.sbp.split
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 PLACEMENTS = {
     (2,): [[B], [S(0)], [S(1)]],
     (3,): [[S(0)], [S(1)]],
@@ -224,6 +224,35 @@ def test_a_view_that_becomes_a_leaf_goes_its_own_way() -> None:
         base.zero_()
         assert leaf.grad.numpy().tolist() == [2.0] * 3
         assert leaf.detach().numpy().tolist() == [1.0] * 3
+
+    simulate(2, on_ranks)
+
+
+@pytest.mark.parametrize("sbp", [S(0), S(1), P, B], ids=str)
+def test_a_parameter_is_made_of_any_view(sbp: Any) -> None:
+    """A row or column needs communication where that dim is split."""
+
+    def on_ranks() -> None:
+        plain = torch.arange(15.0).view(5, 3)
+        views: list[Callable[[Any], Any]] = [
+            lambda x: x[1],
+            lambda x: x[:2],
+            lambda x: x[:, 0],
+            lambda x: x[:, 1:].detach(),
+            lambda x: x.diagonal(),
+            lambda x: x.reshape(-1),
+            lambda x: x.mean(0),
+        ]
+        for view in views:
+            base = plain.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+            ours, want = torch.nn.Parameter(view(base)), torch.nn.Parameter(view(plain.clone()))
+            for p in (ours, want):
+                (p * p).sum().backward()
+                torch.optim.SGD([p], lr=0.25).step()
+            assert isinstance(ours, torch.nn.Parameter)
+            assert ours.is_leaf
+            assert ours.detach().numpy().tolist() == want.detach().tolist()
+            assert not torch.nn.Parameter(view(base), requires_grad=False).requires_grad
 
     simulate(2, on_ranks)
 

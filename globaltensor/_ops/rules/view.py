@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..._tensor.strides import by_rows, differ
 from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
 from ...sharding.sbp import broadcast
@@ -159,16 +160,34 @@ def _reshaped(name: str, by: str = "reshape") -> Callable[..., None]:
     return describe
 
 
+def _local_view_as_dtype(
+    split: LocalContext, dtype: torch.dtype
+) -> Callable[..., torch.Tensor] | None:
+    """Return the function that reads a local tensor as another dtype, if it is not torch's own.
+
+    torch checks the strides of an empty local tensor too, and the stride of a dim of size 1. Such
+    strides may differ by rank where local shapes do.
+    """
+    shape = split.out_shape()
+    if 0 in shape:
+        return lambda input, *args, **kwargs: input.new_empty(shape, dtype=dtype)
+    if not differ(split.ins[0].plain):
+        return None
+
+    def view(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        rows = by_rows(input.shape)
+        if input.is_contiguous() and input.stride() != rows:
+            input = input.as_strided(input.shape, rows)
+        return input.view(dtype)
+
+    return view
+
+
 def _view_as_dtype(op: OpDescription, x: Arg, result: torch.Tensor) -> None:
     """Describe the same bytes read as another dtype, which shrinks or grows the last dim."""
     identity(op, x)
     op.view = True
-    # torch checks the strides of an empty local tensor, too.
-    op.local = lambda split: (
-        None
-        if 0 not in split.out_shape()
-        else lambda input, *args, **kwargs: input.new_empty(split.out_shape(), dtype=result.dtype)
-    )
+    op.local = lambda split: _local_view_as_dtype(split, result.dtype)
     if x.ndim and x.shape[-1] != result.shape[-1]:
         wide, narrow = (
             max(x.dtype.itemsize, result.dtype.itemsize),

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._base.refusals import no_values_message
 from ..._base.user_code import user_line
-from ...errors import WorldError
+from ...errors import PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, collective_of, due, spelled
 from ..world import ProcessWorld
@@ -99,6 +100,9 @@ class P2PCommunicator(Communicator):
 
     def _swap_staged(self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor]) -> None:
         # The device has no backend of its own.
+        if any(s.is_meta for s in sends.values()):
+            place = collective_of(self.world.kind, spelled(self.world.purpose))
+            raise PlacementError(f"{user_line()}\n{no_values_message(place)}")
         host = {i: torch.empty(r.shape, dtype=r.dtype) for i, r in recvs.items()}
         self._swap({i: s.cpu() for i, s in sends.items()}, host, torch.device("cpu"))
         for i, r in recvs.items():
@@ -186,15 +190,23 @@ class ProcessGroupCommunicator(P2PCommunicator):
         return self.world.group(self._sorted)
 
     def _compare(self, device: torch.device) -> None:
-        if due(self._collectives):
-            own_digest = torch.frombuffer(bytearray(self._digest), dtype=torch.int64)
-            peer_digests = torch.empty(self.size, dtype=torch.int64)
-            try:
-                dist.all_to_all_single(peer_digests, own_digest.repeat(self.size), group=self.group)
-            except RuntimeError as error:
-                raise self.broken("a comparison of what the ranks do", error) from error
-            if bool((peer_digests != own_digest).any()):
-                raise self._diverged(self.all_gather_unchecked)
+        if not due(self._collectives):
+            return
+        # The size is compared too: gloo ends a process that gets a longer message than it expects.
+        size = -1 if self._nbytes is None else self._nbytes
+        own = torch.tensor([int.from_bytes(self._digest, "little", signed=True), size])
+        peers = torch.empty(2 * self.size, dtype=torch.int64)
+        try:
+            dist.all_to_all_single(peers, own.repeat(self.size), group=self.group)
+        except RuntimeError as error:
+            raise self.broken("a comparison of what the ranks do", error) from error
+        digests, sizes = peers[::2], peers[1::2]
+        if bool((digests != own[0]).any()):
+            raise self._diverged(self.all_gather_unchecked)
+        if bool((sizes != size).any()):
+            odd = int((sizes != size).nonzero()[0])
+            detail = f"rank {self._sorted[odd]} moves {int(sizes[odd])} bytes where this rank "
+            raise self._diverged(self.all_gather_unchecked, f"{detail}moves {size}")
 
     def _native(self, device: torch.device) -> bool:
         """Return True if torch's own collectives serve this device better than messages."""
