@@ -364,8 +364,9 @@ def check_ranks() -> Iterator[None]:
 
     The ranks compare functions and methods with their scalar arguments, and the shape, dtype,
     placement and sbp of tensors. They also compare the values of replicated operands, those of
-    plain tensors at every use, and the collectives, forward and backward. Raises DivergenceError. Raises WorldError if a rank does not
-    arrive within GLOBALTENSOR_TIMEOUT seconds, with the last positions of the other ranks.
+    plain tensors at every use, and the collectives, forward and backward. Raises DivergenceError.
+    Raises WorldError if a rank does not arrive within GLOBALTENSOR_TIMEOUT seconds, with the last
+    positions of the other ranks.
 
     >>> import globaltensor as flow
     >>> with check_ranks():

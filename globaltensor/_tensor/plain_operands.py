@@ -141,11 +141,11 @@ def check_replicated(
     """Compare a plain tensor with those of the other ranks.
 
     It compares the first 16 uses of such tensors for one purpose, then at intervals that grow by an
-    eighth (in guard mode, all). ``place``: the key to count by, with the ranks. None: the purpose, and the tensor's
-    dtype and number of dims. The line of the program is no part of it, because one rank may run the
-    same call from another line (to time or log it). The comparison is collective: all of ``ranks``
-    call it. Raises DivergenceError, on every rank. The error names the line, the ranks with their
-    values, and how to express what is meant.
+    eighth (in guard mode, all). ``place``: the key to count by, with the ranks. None: the purpose,
+    and the tensor's dtype and number of dims. The line of the program is no part of it, because one
+    rank may run the same call from another line (to time or log it). The comparison is collective:
+    all of ``ranks`` call it. Raises DivergenceError, on every rank. The error names the line, the
+    ranks with their values, and how to express what is meant.
     """
     if place is None:
         place = purpose, tensor.dtype, tensor.dim()

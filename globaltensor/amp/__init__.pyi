@@ -2,7 +2,9 @@
 # library. Change those, or the hand-written part there, not this file.
 # mypy: ignore-errors
 # ruff: noqa
-"""``flow.amp``: torch.amp, and this library's loss scalers."""
+"""``flow.amp``: torch.amp, and this library's loss scalers.
+
+``autocast`` is torch's own; _ops/autocast.py says how global tensors follow it."""
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, Protocol, TypeVar, overload
 import torch as _torch
