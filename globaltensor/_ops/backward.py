@@ -56,23 +56,24 @@ def initial_cotangent(output: GlobalTensor, grad: Any, place: int = 0) -> torch.
         return torch.ones_like(output._local) if counted else torch.zeros_like(output._local)
     if not isinstance(grad, torch.Tensor):
         raise TypeError(f"gradients can be either Tensors or None, but got {type(grad).__name__}")
-    if grad.shape != spec.shape or grad.dtype is not spec.dtype:
-        grad = _fitting_gradient(grad, spec, place)
     if isinstance(grad, GlobalTensor):
+        grad = _fitting_gradient(grad, spec, place)
         return box(local_of(grad), grad._spec, spec.dual(), why="gradient given to backward")
     whole = operand_spec(grad, spec.placement, "gradient given to backward")
-    return box(
-        promote_plain_tensor(grad, whole, "gradient given to backward"),
-        whole,
-        spec.dual(),
-        why="gradient given to backward",
-    )
+    # The ranks compare it first: it may be of another kind, or another tensor, on each of them.
+    local = promote_plain_tensor(grad, whole, "gradient given to backward")
+    fitting = _fitting_gradient(grad if where is None else local, spec, place)
+    local = local if where is None else fitting
+    whole = whole.replace(shape=spec.shape, dtype=spec.dtype)
+    return box(local, whole, spec.dual(), why="gradient given to backward")
 
 
 def _fitting_gradient(grad: torch.Tensor, spec: Spec, place: int) -> torch.Tensor:
     """Return a gradient passed for an output in the output's dtype.
 
     Raises RuntimeError where torch does: for another shape, or for a complex and a real dtype."""
+    if grad.shape == spec.shape and grad.dtype is spec.dtype:
+        return grad
     if grad.shape != spec.shape:
         raise RuntimeError(
             f"Mismatch in shape: grad_output[{place}] has a shape of {grad.shape} and "

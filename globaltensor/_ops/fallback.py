@@ -199,9 +199,6 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if results is None:
         check_out_dtypes(func, specs, args, given)
         return
-    infer_outputs(func, specs, args, given)
-    if any(t.dtype != r.dtype for t, r in zip(targets, results, strict=False)):
-        check_out_dtypes(func, specs, args, given)
     for target, result in zip(targets, results, strict=False):
         if isinstance(target, GlobalTensor):
             if target.numel() and target.shape != result.shape:
@@ -215,6 +212,9 @@ def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
                     f"out= of {name} has {target.dtype}, but the result has {result.dtype}, which "
                     f"can't be cast to it: pass a tensor of a wider dtype"
                 )
+    infer_outputs(func, specs, args, given)
+    if any(t.dtype != r.dtype for t, r in zip(targets, results, strict=False)):
+        check_out_dtypes(func, specs, args, given)
 
 
 def _without_out(func: Any, kwargs: dict[str, Any]) -> dict[str, Any]:

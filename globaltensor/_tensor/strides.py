@@ -284,11 +284,29 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
     ):
         out = local.stride()
     elif not strides_ambiguous(self._spec.plain) and local.dim() == len(shape):
-        out = _dense_strides(shape, local.stride())
+        out = _dense_strides(shape, _known_order(shape, local))
     else:
         found = note_of(self)
         out = by_rows(shape) if found is None else _drop_gaps(shape, found.strides)
     return out if dim is None else out[dim]
+
+
+def _known_order(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a local tensor as far as every rank knows their order.
+
+    The stride of a dim of size 1 says nothing, and may differ by rank. Where the global dim has
+    more elements, it counts as the dim inside the one before it.
+    """
+    sizes, steps = local.shape, local.stride()
+    if not any(n != m == 1 for n, m in zip(shape, sizes, strict=True)):
+        return steps
+    out, before = list(steps), max(steps) + 1
+    for d, (n, m) in enumerate(zip(shape, sizes, strict=True)):
+        if n != m == 1 and steps[d]:
+            out[d] = before
+        elif m > 1 and steps[d]:
+            before = steps[d]
+    return tuple(out)
 
 
 def _drop_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:

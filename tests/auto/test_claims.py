@@ -177,7 +177,7 @@ def test_the_showcase_of_the_readme_prints_what_its_comments_say(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # it writes a page
     printed = printed_by(
-        "README.md", '"dgx-h100", mesh=(8,))   # a global batch of 64 rows; 8 GPUs'
+        "README.md", '"dgx-h100", mesh=(8,))   # one batch of all ranks, 64 rows; 8 GPUs'
     )
     assert (tmp_path / "plan.html").exists()
     assert printed.startswith("plan for 8 devices of dgx-h100, one axis, training, 3 calls\n")

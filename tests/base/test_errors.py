@@ -488,7 +488,7 @@ def plain_grad() -> None:
     ones(requires_grad=True).grad = torch.ones(4, 4)
 
 
-@row(errors.SbpError, "shape [3]", "shape [4, 4]")
+@row(errors.SbpError, "gradient of size '[3]'", "tensor of size '[4, 4]'")
 def grad_of_another_shape() -> None:
     ones(requires_grad=True).grad = flow.ones(3, placement=PAIR, sbp=B)
 

@@ -12,6 +12,7 @@ import torch
 from support.pool import run_on
 
 import globaltensor as flow
+from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 
 B, S = flow.sbp.broadcast, flow.sbp.split
@@ -213,6 +214,20 @@ def test_narrower_reads_have_one_answer_on_all_ranks() -> None:
     answers = run_on(2, reads_of_bytes, [S(0), S(1), flow.sbp.partial_sum])
     assert answers[0] == answers[1]
     assert all(said[0] != "ranks differ" for said in answers[0])
+
+
+def strides_in_more_dims() -> list[tuple[int, ...]]:
+    """Ask views of three dims, in one of which every local tensor has size 1 while their bases have
+    parts of two sizes."""
+    x = data((5, 3)).to_global(flow.placement.all("cpu"), B).to_global(sbp=S(1))  # type: ignore[attr-defined]
+    return [x[:, ::2].expand(2, 5, 2).stride(), x.t()[1:].expand(2, 2, 5).stride()]
+
+
+@pytest.mark.parametrize("run", [simulate, run_on])
+def test_strides_in_more_dims_are_the_same_on_all_ranks(run: Callable[..., list[Any]]) -> None:
+    first, second = run(2, strides_in_more_dims)
+    assert first == second
+    assert first[0] == (0, 2, 1)  # as one device, without the gaps of the base
 
 
 def test_the_question_of_the_issue() -> None:
