@@ -234,4 +234,5 @@ assert len(calls) == 1 and calls[0] is t, calls
 assert t.tolist() == [1, 1]
 patches.undo()
 assert replaced.all_reduce is all_reduce and plain.all_reduce is torchs
+torch.distributed.destroy_process_group()  # else torch's threads may abort the process as it ends
 """)
