@@ -11,6 +11,7 @@ import torch
 from support.pool import Pool, RanksFailed, run_on
 
 import globaltensor as flow
+from globaltensor._tensor.gradients.parameter_gather import GatherState
 from globaltensor._tensor.gradients.reducer import reducer
 from globaltensor.distributed import env
 from globaltensor.distributed.world import world
@@ -49,6 +50,22 @@ def turns_settings_on() -> None:
     flow.fuse_loss_count()
     torch.set_default_dtype(torch.float64)
     torch.set_grad_enabled(False)
+
+
+def learns_an_order() -> None:
+    everyone = flow.placement.all("cpu")
+    layer = flow.parallelize(torch.nn.Linear(2, 2), everyone, "fsdp")
+    layer(torch.ones(2, 2).to_global(everyone, flow.sbp.split(0)))
+
+
+def orders() -> int:
+    return len(world().state(GatherState).orders)
+
+
+def test_the_order_of_gathers_is_not_kept_for_the_next_call() -> None:
+    """In some tests the ranks part, and so do the orders that they learn."""
+    run_on(2, learns_an_order)
+    assert run_on(2, orders) == [0, 0]
 
 
 def settings() -> tuple[bool, torch.dtype, bool]:

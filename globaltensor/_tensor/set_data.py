@@ -142,7 +142,8 @@ def set_data(self: GlobalTensor, value: Any) -> None:
     # One rank alone may set what is there already, as module.to("cpu") does on a CPU.
     if not value._serial or value._serial != self._serial:
         record("setting .data", self, value)
-    parameter_gather.reset_prefetch()
+        parameter_gather.reset_prefetch(self._spec.placement)
+        self._serial = value._serial
     if isinstance(self, RemoteView):
         self.detach_from_base()
     forget_note(self)
@@ -158,7 +159,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
 
 def replace_local(leaf: GlobalTensor, local: torch.Tensor, spec: Spec) -> None:
     """Give a tensor another local tensor and layout. A leaf stays a leaf, without gradient."""
-    parameter_gather.relearn()
+    parameter_gather.relearn(leaf._spec.placement)
     kept, old = leaf.requires_grad, leaf._materialize()._local
     _refuse_older_graphs(old)
     leaf._local, leaf._spec, leaf._leaf = local, spec, None
@@ -273,6 +274,7 @@ def become_plain(tensor: GlobalTensor, value: torch.Tensor) -> torch.Tensor:
     if type(tensor) is not GlobalTensor:
         return torch.nn.Parameter(value, trains) if parameter else value
     _refuse_older_graphs(tensor._local)
+    parameter_gather.relearn(tensor._spec.placement)
     compiler_guard.forget()
     for name in _FIELDS:
         tensor.__dict__.pop(name, None)

@@ -841,7 +841,7 @@ def _gathered_in_a_dry_world() -> list[list[str]]:
                     p = layer.weight
                     whole = p._spec.replicated()
                     parameter_gather.gather_param(p, p._spec, whole, f"use {i}")
-            parameter_gather.reset_prefetch()
+            parameter_gather.reset_prefetch(layers[0].weight.placement)
             logs.append([r.op for r in log])
     finally:
         set_world(real)

@@ -4,8 +4,9 @@ Dispatch calls `gather_param`. The gradients are reduce-scattered many at a time
 
 One parameter at a time costs a collective's latency each. The order in which parameters are used is
 learnt while the program runs. A use gathers the parameters that will follow in the same collective,
-up to a bucket. Every decision comes from what all ranks see alike: the order of ops, specs and
-versions.
+up to a bucket. Every decision comes from what all ranks of the parameter's placement see alike: the
+order of ops there, specs and versions. What a rank does alone, or with other ranks, changes nothing
+of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from .reducer import dtype_of_sum, reduce_gradient, reducer
 __all__ = [
     "abort",
     "finish",
+    "forget",
     "gather_axes",
     "gather_param",
     "immediate",
@@ -162,6 +164,8 @@ class GatherState:
         self.alive: dict[int, GatheredParam] = {}
         self.waiting: dict[Any, list[Waiting]] = {}  # gradients of such parameters
         self.under_way: deque[tuple[list[tuple[GlobalTensor, torch.dtype]], Any]] = deque()
+        # placements whose gathered parameters have a gradient in this backward pass
+        self.reached: set[Placement] = set()
 
     def number(self, leaf: GlobalTensor) -> int:
         """Return the number of a gathered parameter, by its first use: the same on every rank."""
@@ -203,20 +207,25 @@ def _state() -> GatherState:
     return world().state(GatherState)
 
 
-def reset_prefetch() -> None:
-    """End a pass: drop what was prefetched, and let the next use begin a new order."""
+def reset_prefetch(placement: Placement) -> None:
+    """End a pass of the parameters of a placement, on all its ranks.
+
+    Drop what was prefetched, and let the next use begin a new order.
+    """
     state = _state()
-    state.ready.clear()
-    for placement, order in list(state.orders.items()):
+    for key in [k for k in list(state.ready) if k[1].placement is placement]:
+        state.ready.pop(key, None)
+    order = state.orders.get(placement)
+    if order is not None:
         order.start_pass()
         if not order.next:
             del state.orders[placement]
     _drop_freed(state)
 
 
-def relearn() -> None:
-    """Forget the expected uses, because a parameter has a new layout."""
-    _state().orders.clear()
+def relearn(placement: Placement) -> None:
+    """Forget the expected uses on a placement: a parameter there has a new layout, on all ranks."""
+    _state().orders.pop(placement, None)
 
 
 @contextlib.contextmanager
@@ -240,7 +249,15 @@ def abort() -> None:
     state.arrived.clear()
     state.waiting.clear()
     state.under_way.clear()
-    reset_prefetch()
+    state.reached.clear()
+    for placement in list(state.orders):
+        reset_prefetch(placement)
+
+
+def forget() -> None:
+    """Forget what this rank has learnt of the order of gathers."""
+    abort()
+    _state().orders.clear()
 
 
 def to_logical(x: GlobalTensor) -> GlobalTensor:
@@ -493,6 +510,7 @@ def queue_reduce_scatter(
     state = _state()
     reducer().at_end(finish)
     src = leaf._spec
+    state.reached.add(src.placement)
     kind = dtype_of_sum(grad, leaf._reduce_dtype)
     key: tuple[Any, ...] = (src.placement, gather_axes(src, dst), kind, grad.dtype, dst.layout)
     if not freed:
@@ -527,7 +545,9 @@ def finish() -> None:
             (gradient_reducer.defer if gradient_reducer.deferred else gradient_reducer.add)(
                 leaf._leaf
             )
-    reset_prefetch()
+    reached, state.reached = state.reached, set()
+    for placement in reached:
+        reset_prefetch(placement)
 
 
 def _send(state: GatherState, items: list[Waiting]) -> None:
