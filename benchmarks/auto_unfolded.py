@@ -18,7 +18,8 @@ from common import Size, keep, options, table
 from torch import Tensor, nn
 from train_gpt import loss_of
 
-from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.intra_op.formulate import formulate
+from globaltensor.auto.intra_op.options import Options
 from globaltensor.auto.intra_op.separate_backward import Unfolded
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.solver import solve

@@ -31,8 +31,9 @@ from .cost.strategies import gives_every_rank_data
 from .gc_pause import gc_paused
 from .inter_op.predict import simulate_plan
 from .inter_op.search import search_pipelines
-from .intra_op.formulate import Options, formulate
+from .intra_op.formulate import formulate
 from .intra_op.search import SearchResult, compare, data_parallel, glance, search
+from .intra_op.search_options import Options
 from .ir.op_graph import Calls
 from .ir.trace import calls_of_model, captured_calls
 from .plan.model_name import named_after

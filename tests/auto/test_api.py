@@ -20,8 +20,9 @@ from globaltensor.auto.cost.meshes import meshes
 from globaltensor.auto.inter_op.predict import predict
 from globaltensor.auto.intra_op import formulate
 from globaltensor.auto.intra_op import search as search_module
-from globaltensor.auto.intra_op.formulate import FormulationCache, Options, _Builder
+from globaltensor.auto.intra_op.formulate import FormulationCache, _Builder
 from globaltensor.auto.intra_op.search import price_layouts, search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Plan
 from globaltensor.auto.solver import Solution, solve

@@ -41,7 +41,6 @@ from globaltensor.auto.cost import strategies as candidates
 from globaltensor.auto.cost.meshes import meshes
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
 from globaltensor.auto.intra_op.alternatives import least_larger
-from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import (
     SearchResult,
     binding_formulation,
@@ -49,6 +48,7 @@ from globaltensor.auto.intra_op.search import (
     data_parallel,
     search,
 )
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.html import data
 from globaltensor.auto.plan.plan import Lost, Plan

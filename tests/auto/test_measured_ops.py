@@ -23,7 +23,8 @@ from globaltensor.auto.calibrate.op_accuracy import _affordable, _batches, ops_o
 from globaltensor.auto.cost.measured_ops import op_key, parts
 from globaltensor.auto.cost.reshard_cost import ReshardCosts
 from globaltensor.auto.cost.strategies import StrategyBuilder, StrategyTable
-from globaltensor.auto.intra_op.formulate import Options, bucket_of, updating
+from globaltensor.auto.intra_op.formulate import bucket_of, updating
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster

@@ -18,7 +18,7 @@ from globaltensor.auto.cost.batch_scaling import Batches
 from globaltensor.auto.inter_op import search as module
 from globaltensor.auto.inter_op.lagrangian_bound import Dual
 from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
-from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.search_limits import LIMITS
 from globaltensor.errors import PlanError

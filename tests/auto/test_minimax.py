@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from test_search import layers, mesh
 
-from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.solver import MinimaxSolver, Problem, solve
 from globaltensor.auto.solver.joint_presolve import JointPresolve
 from globaltensor.auto.solver.min_marginals import marginals

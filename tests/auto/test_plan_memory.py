@@ -22,8 +22,9 @@ import globaltensor as flow
 from globaltensor._tensor.gradients import parameter_gather
 from globaltensor.auto.apply.modules import install_reshard_hooks
 from globaltensor.auto.inter_op.predict import predict
-from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.intra_op.formulate import formulate
 from globaltensor.auto.intra_op.search import data_parallel, price_layouts, search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model, captured_calls
 from globaltensor.auto.solver import solve
 from globaltensor.cluster import Cluster

@@ -20,8 +20,8 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
-from globaltensor.auto.intra_op.formulate import Options
 from globaltensor.auto.intra_op.search import SearchResult, search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.plan.plan import Alternative, Plan
 from globaltensor.cluster import Cluster

@@ -26,8 +26,9 @@ from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, searc
 from globaltensor.auto.inter_op.segment_cost import MeshContext
 from globaltensor.auto.inter_op.stage_dp import StageCosts, StageOptions, divide_into_stages, total
 from globaltensor.auto.inter_op.step_simulator import StageTimes, step
-from globaltensor.auto.intra_op.formulate import Options, formulate
+from globaltensor.auto.intra_op.formulate import formulate
 from globaltensor.auto.intra_op.search import data_parallel, gradient_traffic_exposed, search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.op_graph import Calls
 from globaltensor.auto.ir.segments import cut
 from globaltensor.auto.ir.trace import calls_of_model

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from test_strategies import Attention, Pictures
 from torch import nn
 
-from globaltensor.auto.intra_op.formulate import Formulation, Options, formulate
+from globaltensor.auto.intra_op.formulate import Formulation, formulate
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.intra_op.separate_backward import Unfolded
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.solver import solve

@@ -200,7 +200,7 @@ def test_a_plan_from_a_file_equals_single(tmp_path: Path) -> None:
     """The plan comes from the file alone: no search here would choose two stages and three
     micro-batches."""
     from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
-    from globaltensor.auto.intra_op.formulate import Options
+    from globaltensor.auto.intra_op.search_options import Options
     from globaltensor.auto.ir.trace import calls_of_model
     from globaltensor.cluster import Cluster
 

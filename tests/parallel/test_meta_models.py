@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor.auto.inter_op.search import SearchSpace, search_pipelines
-from globaltensor.auto.intra_op.formulate import Options
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import PlacementError

@@ -115,6 +115,4 @@ def _lay_out(model: nn.Module, placement: Placement, args: Any, kwargs: Any) -> 
 
 
 def _values_text(calls: Calls, numbers: Sequence[int]) -> str:
-    return ", ".join(
-        f"{v.path or v.name} {list(v.shape)}" for v in (calls.values[n] for n in numbers)
-    )
+    return ", ".join(f"{v.label} {list(v.shape)}" for v in (calls.values[n] for n in numbers))

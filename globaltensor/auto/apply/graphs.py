@@ -31,8 +31,8 @@ from ...optim.local_step import relay
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp
-from ..intra_op.formulate import Options
 from ..intra_op.search import SearchResult, search
+from ..intra_op.search_options import Options
 from ..ir.op_graph import Calls
 from ..ir.trace import captured_calls
 from ..plan.model_name import named_after
@@ -88,9 +88,7 @@ def _search_for(graph: Any, args: Any, kwargs: Any) -> PlanFollower:
             for call in calls.calls:
                 call.fixed = () if call.fixed is not None else None
         free = {path for path, t in parameters.items() if _is_layout_free(t, graph.training)}
-        fixed = {
-            v.path or v.name: (v.layout,) for v in calls.states() if v.layout and v.path not in free
-        }
+        fixed = {v.label: (v.layout,) for v in calls.states() if v.layout and v.path not in free}
         choose, cluster = graph.__dict__.get(_CHOICE, search_plan), cluster_at_hand(mesh)
         search_result: SearchResult = agreed(
             graph.name, lambda: (choose(calls, cluster, mesh, auto, fixed, states_of(graph)), None)

@@ -171,7 +171,7 @@ class _SegmentReader:
 
     def name(self, v: int) -> str:
         value = self.values[self.actual[v]]
-        return value.path or value.name
+        return value.label
 
     def calls(self) -> Iterator[PlannedCall]:
         for c in self.part.segment.calls:
@@ -294,7 +294,7 @@ def _placed_tensor(ground: MeshContext, value: Value, how: Any) -> PlacedTensor:
     layout = how.layout if isinstance(how, ParameterStorage) else how
     held = int(ground.bytes(value, [layout])[0])
     return PlacedTensor(
-        value.path or value.name,
+        value.label,
         value.state,
         value.shape,
         str(value.dtype).removeprefix("torch."),

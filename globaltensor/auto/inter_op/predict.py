@@ -20,8 +20,9 @@ from ...graph.sharding_plan import entry
 from ..cost.meshes import mesh
 from ..cost.reshard_cost import ReshardCosts, duals
 from ..cost.strategies import StrategyBuilder
-from ..intra_op.formulate import Options, bucket_of, gathered_of, updating
+from ..intra_op.formulate import bucket_of, gathered_of, updating
 from ..intra_op.read_solution import short
+from ..intra_op.search_options import Options
 from ..ir.op_graph import Calls, Value
 from ..plan.plan import LayoutChange, Plan, PlannedCall
 from .step_simulator import StageTimes, StepSimulation, step
@@ -143,7 +144,7 @@ def repriced(plan: Plan, cluster: Cluster, calls: Calls, options: Options) -> Pl
     pricer = _Pricer(prices, StrategyBuilder(prices, calls.training), calls, zero, twice)
     changed = tuple(map(pricer.call, plan.calls))
     changes = tuple(map(pricer.change, plan.changes))
-    values = {v.path or v.name: v for v in calls.values}
+    values = {v.label: v for v in calls.values}
     trained = [g for g in plan.placed if g.kind == "parameter" and plan.training]
     update = {
         g.name: _update_seconds(
@@ -233,7 +234,7 @@ class _Pricer:
         twice: bool,
     ) -> None:
         self.prices, self.menu, self.calls, self.zero, self.twice = prices, menu, calls, zero, twice
-        self.values = {v.path or v.name: v for v in calls.values}
+        self.values = {v.label: v for v in calls.values}
         self.named = {c.name: c for c in calls.calls}
 
     def call(self, planned: PlannedCall) -> PlannedCall:

@@ -37,7 +37,8 @@ from ..cost.reshard_cost import FELLOWS, ReshardCosts
 from ..cost.rule_failures import lost_by
 from ..cost.strategies import roofline
 from ..gc_pause import gc_paused
-from ..intra_op.formulate import Options, bucket_of
+from ..intra_op.formulate import bucket_of
+from ..intra_op.search_options import Options
 from ..ir.flops import work_of
 from ..ir.op_graph import Calls
 from ..ir.segments import Chain, cut

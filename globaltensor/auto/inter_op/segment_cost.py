@@ -30,7 +30,8 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
 from ..cost.batch_scaling import Batches, BatchMenu
 from ..cost.reshard_cost import ReshardCosts, duals
-from ..intra_op.formulate import Options, bucket_of, hidden, updating
+from ..intra_op.formulate import bucket_of, hidden, updating
+from ..intra_op.search_options import Options
 from ..ir.op_graph import Calls, Value
 from ..ir.segments import Chain, Segment
 from .min_plus import Eliminated, Factor, TooWide, eliminate
@@ -197,7 +198,7 @@ class MeshContext:
     def storages(self, value: Value) -> list[ParameterStorage] | list[Layout]:
         """List the ways in which a parameter, buffer or input may be stored."""
         layouts = self.menu.states(value, value.state != "buffer")
-        fixed = self.options.fixed.get(value.path or value.name)
+        fixed = self.options.fixed.get(value.label)
         layouts = list(fixed) if fixed else layouts
         if value.state != "parameter":
             return layouts

@@ -21,15 +21,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..._tensor.gradients.parameter_gather import BUCKET_BYTES as GATHERED_BYTES
 from ..._tensor.gradients.reducer import BUCKET_BYTES
-from ...boxing.moves import Layout, gathers
+from ...boxing.moves import Layout
 from ...cluster import Cluster
 from ...sharding.placement import Placement
 from ..cost.reshard_cost import ReshardCosts, duals
@@ -37,60 +37,11 @@ from ..cost.strategies import StrategyBuilder, StrategyTable
 from ..ir.op_graph import Calls, Value
 from ..search_limits import LIMITS
 from ..solver import Problem, solve
+from .layout_pairs import Array, ListCache, Pair, maker_layouts, wanted_layouts
+from .peak_memory import MemoryUsage, Use
+from .search_options import Options, is_gathered_twice
 
 __all__ = ["Formulation", "Options", "bucket_of", "formulate", "gathered_of", "hidden", "updating"]
-
-Array = np.ndarray[Any, np.dtype[Any]]
-# (start, end) or None for always, and bytes by strategy.
-Use = tuple[tuple[int, int] | None, Array]
-_T = TypeVar("_T")
-# the layout a value is made or given in, and the one it is also stored in
-Pair = tuple[Layout, Layout | None]
-
-
-class _Ends(NamedTuple):
-    """The layouts of a list of pairs.
-
-    `first` and `second` are the two layouts of each pair. `made` and `copies` are the distinct ones
-    of either. `of_made` and `of_copies` are the pairs' indices into these (-1: none).
-    """
-
-    first: list[Layout]
-    second: list[Layout | None]
-    made: list[Layout]
-    copies: list[Layout]
-    of_made: Array
-    of_copies: Array
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of a search.
-
-    - ``computation``: the weight of computing relative to communication.
-    - ``wait``: seconds that each change of layout costs in addition to the cluster's estimate.
-    - ``collect``: whether several calls may share one change of layout.
-    - ``optimizer_state_ratio``: bytes of optimizer state for each byte of a parameter.
-    - ``memory``: the limit in bytes a rank; None means no limit.
-    - ``fixed``: path of a given tensor -> the layouts it may have.
-    - ``hidden``: the fraction of the gradients' traffic that hides behind computing (None: the
-      cluster's own value).
-    - ``summing``: 0 where the gradients' traffic hides behind the backward pass, which is longer;
-      1 where the backward pass hides behind the traffic. Values in between give a lower bound of
-      both (`inter_op.segment_cost.Weights`).
-    - ``freed``: whether gathered parameters are freed after each use and gathered again in backward
-      (`parameter_gather`). Otherwise autograd saves them.
-    """
-
-    computation: float = 1.0
-    wait: float = 0.0
-    collect: bool = True
-    optimizer_state_ratio: float = 2.0
-    memory: int | None = None
-    fixed: dict[str, tuple[Layout, ...]] = field(default_factory=dict)
-    hidden: float | None = None
-    summing: float = 0.0
-    freed: bool = False
 
 
 class FormulationCache:
@@ -105,7 +56,7 @@ class FormulationCache:
     ) -> None:
         self.prices = ReshardCosts(cluster, mesh, bucket, gathered)
         self.menu = StrategyBuilder(self.prices, training)
-        self.tables: dict[Any, tuple[tuple[Any, ...], Any]] = {}
+        self.lists = ListCache()
 
 
 @dataclass
@@ -186,13 +137,7 @@ class Formulation:
 
     def twice(self, value: Value, src: Layout, dst: Layout) -> bool:
         """Return True if a change of a parameter's layout is made again in backward."""
-        return _is_gathered_twice(self.calls, self.options, value, src, dst)
-
-
-def _is_gathered_twice(
-    calls: Calls, options: Options, value: Value, src: Layout, dst: Layout
-) -> bool:
-    return options.freed and calls.training and value.saved and bool(gathers(src, dst))
+        return is_gathered_twice(self.calls, self.options, value, src, dst)
 
 
 def updating(cluster: Cluster, nbytes: float, options: Options, dtype: Any) -> float:
@@ -252,7 +197,7 @@ class _Builder:
         self, calls: Calls, mesh: Placement, options: Options, known: FormulationCache
     ) -> None:
         self.calls, self.mesh, self.options, self.known = calls, mesh, options, known
-        self.prices, self.menu, self.tables = known.prices, known.menu, known.tables
+        self.prices, self.menu, self.lists = known.prices, known.menu, known.lists
         hides = hidden(known.prices.cluster, options)
         self.seen, self.back = 1.0 - hides * (1.0 - options.summing), 1.0 - hides * options.summing
         self.problem = Problem("sbp", options.memory)
@@ -263,7 +208,7 @@ class _Builder:
         self.copies: dict[int, Array] = {}
         # by node of a parameter: does each call have its own copy, by strategy?
         self.apart: dict[int, tuple[bool, ...]] = {}
-        self.end = len(calls.calls)
+        self.memory = MemoryUsage(calls, options, self.prices, self.candidates, self.lists)
 
     def build(self) -> Formulation:
         live = [c for c in self.calls.calls if not c.wild]
@@ -289,9 +234,9 @@ class _Builder:
     # Nodes
 
     def _add_state(self, value: Value) -> None:
-        fixed = self.options.fixed.get(value.path or value.name)
+        fixed = self.options.fixed.get(value.label)
         made = (
-            self._cached(("fixed", fixed), (), lambda: list(fixed))
+            self.lists.cached(("fixed", fixed), (), lambda: list(fixed))
             if fixed
             else self.menu.states(value, value.state != "buffer")
         )
@@ -301,14 +246,14 @@ class _Builder:
         saved_bytes, apart = np.zeros(len(pairs)), ()
         if value.state == "parameter":
             pairs, apart = self._parameter_strategies(value, made, pairs, takers)
-            usage, saved_bytes = self._copy_usage(value, pairs, apart, takers)
+            usage, saved_bytes = self.memory.of_copies(value, pairs, apart, takers)
         costs = self._second_layout_cost(value, pairs)
-        size = self._local_bytes(value, self._ends(pairs).first)
+        size = self.memory.local_bytes(value, self.lists.ends(pairs).first)
         if value.state == "parameter" and self.calls.training and value.grad:
             usage.append(
                 (
                     None,
-                    self._cached(
+                    self.lists.cached(
                         ("states", self.options.optimizer_state_ratio),
                         (size,),
                         lambda: size * (2 + self.options.optimizer_state_ratio),
@@ -316,7 +261,7 @@ class _Builder:
                 )
             )
             key = "updating", value.dtype, self.options.optimizer_state_ratio
-            costs = self._cached(
+            costs = self.lists.cached(
                 key,
                 (costs, size),
                 lambda: (
@@ -334,7 +279,7 @@ class _Builder:
 
     def _add_call(self, number: int) -> None:
         call, strategies = self.calls.calls[number], self.candidates[number]
-        costs = self._cached(
+        costs = self.lists.cached(
             ("costs", self.options.computation, self.back),
             (strategies,),
             lambda: self._strategy_seconds(strategies),
@@ -343,8 +288,8 @@ class _Builder:
         if call.extra and self.calls.training:
             usage.append(
                 (
-                    self._saved_interval(number),
-                    self._cached(
+                    self.memory.saved_interval(number),
+                    self.lists.cached(
                         ("extra", call.extra), (strategies,), lambda: strategies.share * call.extra
                     ),
                 )
@@ -353,13 +298,16 @@ class _Builder:
             value = self.calls.values[v]
             if v in self.calls.outputs:
                 costs = costs + self.prices.settled(value.shape, value.dtype, strategies.outs[k])
-            if v not in self.node_of_value and not self._alias(value):
-                usage += self._usage(value, strategies.outs[k])
+            if v not in self.node_of_value and not self.memory.shares_memory(value):
+                usage += self.memory.of_value(value, strategies.outs[k])
         for k, v in enumerate(call.operands):
             value = self.calls.values[v]
-            if value.saved and self._has_single_user(value) and self.calls.training:
+            if value.saved and self.memory.has_single_user(value) and self.calls.training:
                 usage.append(
-                    (self._saved_interval(number), self._local_bytes(value, strategies.ins[k]))
+                    (
+                        self.memory.saved_interval(number),
+                        self.memory.local_bytes(value, strategies.ins[k]),
+                    )
                 )
         self.node_of_call[number] = self.problem.node(costs, usage, name=call.name)
 
@@ -373,18 +321,20 @@ class _Builder:
         maker_layouts = self._maker_layouts(value)
         pairs = self._pairs(
             value,
-            self._cached("different", (maker_layouts,), lambda: list(dict.fromkeys(maker_layouts))),
+            self.lists.cached(
+                "different", (maker_layouts,), lambda: list(dict.fromkeys(maker_layouts))
+            ),
             takers,
         )
-        ends = self._ends(pairs)
-        usage = self._usage(value, ends.first)
-        copies = self._local_bytes(value, ends.second)
+        ends = self.lists.ends(pairs)
+        usage = self.memory.of_value(value, ends.first)
+        copies = self.memory.local_bytes(value, ends.second)
         if copies.any():
             usage.append(
                 (
-                    (value.maker, self._last_use(value) + 1)
+                    (value.maker, self.memory.last_use(value) + 1)
                     if not (value.saved and self.calls.training)
-                    else self._saved_interval(value.maker),
+                    else self.memory.saved_interval(value.maker),
                     copies,
                 )
             )
@@ -393,81 +343,11 @@ class _Builder:
     def _add_value_node(
         self, value: Value, pairs: list[Pair], costs: Array, usage: list[Use]
     ) -> None:
-        node = self.problem.node(costs, usage, name=value.path or value.name)
+        node = self.problem.node(costs, usage, name=value.label)
         self.node_of_value[value.number] = node
         self.layouts[node] = pairs
 
-    # Memory
-
-    def _saved_interval(self, number: int) -> tuple[int, int]:
-        """Return the interval from a call to its backward."""
-        return number, 2 * self.end - number
-
-    def _last_use(self, value: Value) -> int:
-        return max(value.takers, default=value.maker)
-
-    def _has_single_user(self, value: Value) -> bool:
-        """Return True if exactly one call uses the value.
-
-        Backward then uses the tensor in the layout in which that call used it.
-        """
-        return not value.state and len(set(value.takers)) == 1 and value.maker in self.candidates
-
-    def _alias(self, value: Value) -> bool:
-        """Return True if the value shares the memory of the operand it was made from."""
-        return self.calls.calls[value.maker].inplace or self.candidates[value.maker].free
-
-    def _usage(self, value: Value, layouts: Sequence[Layout]) -> list[Use]:
-        """Return the memory usage of a computed value.
-
-        The value is live until its last use, or until backward where it is saved. Its gradient is
-        live in backward.
-        """
-        size = self._local_bytes(value, layouts)
-        start, end = value.maker, self._last_use(value) + 1
-        if not self.calls.training:
-            return [((start, end), size)]
-        if value.saved and not self._has_single_user(value):
-            return [(self._saved_interval(start), size)]
-        found: list[Use] = [((start, end), size)]
-        if value.grad:
-            found.append(((2 * self.end - end, 2 * self.end - start), size))
-        return found
-
-    def _local_bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
-        """Return the bytes of the largest local tensor in each of these layouts; None counts 0."""
-        return self._cached(
-            ("bytes", value.shape, value.dtype.itemsize),
-            (layouts,),
-            lambda: self._compute_local_bytes(value, layouts),
-        )
-
-    def _compute_local_bytes(self, value: Value, layouts: Sequence[Layout | None]) -> Array:
-        return np.array(
-            [
-                0 if x is None else value.dtype.itemsize * self.prices.local(value.shape, x)
-                for x in layouts
-            ],
-            dtype=float,
-        )
-
     # Gathered parameters
-
-    def _needs_more_memory(
-        self, value: Value, src: Sequence[Layout], dst: Sequence[Layout]
-    ) -> Array:
-        """Return where ``dst`` needs more memory than a rank has in ``src``.
-
-        The result in ``dst`` is then a copy whose memory is counted.
-        """
-        whole = np.array([not any(e.is_partial for e in y) for y in dst], dtype=bool)
-        return np.asarray(
-            (
-                self._compute_local_bytes(value, dst)[None, :]
-                > self._compute_local_bytes(value, src)[:, None]
-            )
-            & whole[None, :]
-        )
 
     def _parameter_strategies(
         self, value: Value, made: Sequence[Layout], pairs: list[Pair], takers: Sequence[int]
@@ -482,7 +362,7 @@ class _Builder:
         def make() -> tuple[list[Pair], tuple[bool, ...]]:
             copies: dict[Layout, dict[Layout, None]] = {x: {} for x in made}
             asked = [
-                (w, self._needs_more_memory(value, made, w))
+                (w, self.memory.needs_more_memory(value, made, w))
                 for w in (list(dict.fromkeys(w)) for w in wanted)
             ]
             several = []
@@ -501,109 +381,19 @@ class _Builder:
                 several
             )
 
-        return self._cached(
+        return self.lists.cached(
             ("grown", value.shape, value.dtype.itemsize, self.options.collect),
             (made, pairs, *wanted),
             make,
         )
 
-    def _copy_usage(
-        self, value: Value, pairs: Sequence[Pair], apart: Sequence[bool], takers: Sequence[int]
-    ) -> tuple[list[Use], Array]:
-        """Return the memory usage of a parameter's copies, and the bytes that autograd saves.
-
-        A copy is live from the first use to its backward, or only around each use. Where calls have
-        their own copies, the usage is the sum of the largest copy of each call.
-        """
-        wanted = [self._wanted_layouts(value, t) for t in takers]
-        key = "copies", value.shape, value.dtype.itemsize, value.saved, self.options.freed
-        size, noted = self._cached(
-            key, (pairs, *wanted), lambda: self._copy_bytes(value, pairs, apart, wanted)
-        )
-        if not size.any():
-            return [], size
-        first, last = min(takers), max(takers)
-        if not self.calls.training:
-            return [((first, last + 1), size)], np.zeros(len(pairs))
-
-        def make() -> tuple[Array, Array, Array]:
-            saved_bytes = np.where(noted | (not value.saved), 0.0, size)
-            # In backward a freed copy is gathered again. Its gradient is live until it has been
-            # reduce-scattered.
-            return (
-                saved_bytes,
-                size - saved_bytes,
-                (size - saved_bytes) * value.saved + size * value.grad,
-            )
-
-        saved_bytes, passing, again = self._cached(
-            ("amounts", value.saved, value.grad), (size, noted), make
-        )
-        spans = (
-            self._saved_interval(first),
-            (first, last + 1),
-            (2 * self.end - last - 1, 2 * self.end - first),
-        )
-        return [
-            (span, amounts)
-            for span, amounts in zip(spans, (saved_bytes, passing, again), strict=True)
-            if amounts.any()
-        ], saved_bytes
-
-    def _copy_bytes(
-        self,
-        value: Value,
-        pairs: Sequence[Pair],
-        apart: Sequence[bool],
-        wanted: Sequence[Sequence[Layout]],
-    ) -> tuple[Array, Array]:
-        """Return by strategy (bytes of copies, True where autograd saves no copy)."""
-        ends, most, grown = (
-            self._ends(pairs),
-            np.zeros(len(pairs)),
-            np.zeros(len(pairs), dtype=bool),
-        )
-        if any(apart):
-            for those in wanted:
-                different = list(dict.fromkeys(those))
-                most = most + (
-                    self._needs_more_memory(value, ends.first, different)
-                    * self._compute_local_bytes(value, different)[None, :]
-                ).max(1)
-        if ends.copies:
-            grown = (ends.of_copies >= 0) & self._needs_more_memory(value, ends.made, ends.copies)[
-                ends.of_made, ends.of_copies
-            ]
-        noted = np.array(
-            [
-                y is not None and _is_gathered_twice(self.calls, self.options, value, x, y)
-                for x, y in pairs
-            ]
-        )
-        return np.where(apart, most, grown * self._local_bytes(value, ends.second)), noted
-
-    def _cached(self, key: Any, lists: tuple[Any, ...], make: Callable[[], _T]) -> _T:
-        """Return the result of `make`, cached by `key` and the identity of these lists.
-
-        Equal calls share their lists, so the lists are not compared element by element. The cache
-        keeps the lists alive, because their ids must not be reused by other objects.
-        """
-        key = key, *map(id, lists)
-        found = self.tables.get(key)
-        if found is None:
-            found = self.tables[key] = lists, make()
-        made: _T = found[1]
-        return made
-
     # Changes of layout
 
     def _maker_layouts(self, value: Value) -> list[Layout]:
-        call = self.calls.calls[value.maker]
-        return self.candidates[value.maker].outs[call.outs.index(value.number)]
+        return maker_layouts(self.calls, self.candidates, value)
 
     def _wanted_layouts(self, value: Value, taker: int) -> list[Layout]:
-        call = self.calls.calls[taker]
-        return self.candidates[taker].ins[call.operands.index(value.number)]
+        return wanted_layouts(self.calls, self.candidates, value, taker)
 
     def _pairs(self, value: Value, made: Sequence[Layout], takers: Sequence[int]) -> list[Pair]:
         """Return the strategies of a value with its own node.
@@ -623,26 +413,7 @@ class _Builder:
             ]
             return alone + [(x, y) for x in made for y in several if x != y]
 
-        return self._cached("pairs", (made, *wanted), make)
-
-    def _ends(self, pairs: Sequence[Pair]) -> _Ends:
-        def make() -> _Ends:
-            first, second = [x for x, _ in pairs], [y for _, y in pairs]
-            made, copies = (
-                {x: i for i, x in enumerate(dict.fromkeys(those))}
-                for those in (first, (y for y in second if y is not None))
-            )
-            of_copies = np.array([-1 if y is None else copies[y] for y in second], dtype=np.int64)
-            return _Ends(
-                first,
-                second,
-                list(made),
-                list(copies),
-                np.array([made[x] for x in first], dtype=np.int64),
-                of_copies,
-            )
-
-        return self._cached("ends", (pairs,), make)
+        return self.lists.cached("pairs", (made, *wanted), make)
 
     def _key(self, name: str, value: Value) -> tuple[Any, ...]:
         """Return the cache key of a value's changes of layout, without the layouts.
@@ -668,7 +439,7 @@ class _Builder:
 
         The gradient's change in backward is included.
         """
-        return self._cached(
+        return self.lists.cached(
             self._key("change", value),
             (layouts, wanted),
             lambda: self._price_changes(value, list(layouts), list(wanted)),
@@ -682,7 +453,7 @@ class _Builder:
                 fetch_seconds = fetch_seconds * np.array(
                     [
                         [
-                            1 + _is_gathered_twice(self.calls, self.options, value, x, y)
+                            1 + is_gathered_twice(self.calls, self.options, value, x, y)
                             for y in wanted
                         ]
                         for x in layouts
@@ -699,11 +470,11 @@ class _Builder:
         return self._boxing_seconds(value, layouts, wanted)
 
     def _second_layout_cost(self, value: Value, pairs: Sequence[Pair]) -> Array:
-        ends = self._ends(pairs)
+        ends = self.lists.ends(pairs)
         if not ends.copies:
-            return self._cached("nothing", (pairs,), lambda: np.zeros(len(pairs)))
+            return self.lists.cached("nothing", (pairs,), lambda: np.zeros(len(pairs)))
         table = self._change_seconds(value, ends.made, ends.copies)
-        return self._cached(
+        return self.lists.cached(
             "kept",
             (table, pairs),
             lambda: np.where(ends.of_copies < 0, 0.0, table[ends.of_made, ends.of_copies]),
@@ -715,7 +486,9 @@ class _Builder:
         if node is None:
             if value.maker in self.candidates and takers:
                 table = self._change_seconds(
-                    value, self._maker_layouts(value), self._wanted_layouts(value, takers[0])
+                    value,
+                    self._maker_layouts(value),
+                    self._wanted_layouts(value, takers[0]),
                 )
                 self.problem.edge(
                     self.node_of_call[value.maker], self.node_of_call[takers[0]], table
@@ -724,7 +497,7 @@ class _Builder:
         pairs = self.layouts[node]
         if value.maker >= 0:
             made = self._maker_layouts(value)
-            same = self._cached(
+            same = self.lists.cached(
                 "same",
                 (made, pairs),
                 lambda: np.array([[0.0 if x == p[0] else np.inf for p in pairs] for x in made]),
@@ -735,7 +508,10 @@ class _Builder:
                 node,
                 self.node_of_call[taker],
                 self._seconds_from_pairs(
-                    value, pairs, self._wanted_layouts(value, taker), self.apart.get(node, ())
+                    value,
+                    pairs,
+                    self._wanted_layouts(value, taker),
+                    self.apart.get(node, ()),
                 ),
             )
 
@@ -750,11 +526,12 @@ class _Builder:
         """
 
         def make() -> Array:
-            ends = self._ends(pairs)
+            ends = self.lists.ends(pairs)
             first = self._change_seconds(value, ends.made, wanted)[ends.of_made]
             if apart:
                 first = np.where(
-                    self._needs_more_memory(value, ends.first, wanted) & ~np.array(apart)[:, None],
+                    self.memory.needs_more_memory(value, ends.first, wanted)
+                    & ~np.array(apart)[:, None],
                     np.inf,
                     first,
                 )
@@ -772,7 +549,7 @@ class _Builder:
                 )
             return first
 
-        return self._cached(self._key("taken", value), (pairs, wanted), make)
+        return self.lists.cached(self._key("taken", value), (pairs, wanted), make)
 
     def _boxing_seconds(
         self, value: Value, sources: Sequence[Layout], wanted: Sequence[Layout]

@@ -17,7 +17,7 @@ from ..ir.op_graph import Value
 from ..plan.plan import LayoutChange
 from .formulate import Formulation
 
-__all__ = ["ChangeClass", "Changes", "collectives", "name_of", "short"]
+__all__ = ["ChangeClass", "Changes", "collectives", "short"]
 
 _LOCAL: Final = ("slice", "pad", "mask")
 
@@ -59,7 +59,7 @@ class Changes:
         calls, takers = self.f.calls.calls, self.takers(value)
         return dataclasses.replace(
             kind.change,
-            value=name_of(value),
+            value=value.label,
             taker=" ".join(calls[takers[i][0]].name for i in kind.takers) or "output",
         )
 
@@ -287,14 +287,6 @@ def collectives(src: Layout, dst: Layout) -> str:
         )
     )
     return " + ".join([k for k in kinds if k not in _LOCAL] or kinds)
-
-
-def name_of(value: Value) -> str:
-    """Return the value's path if it has one, else its name.
-
-    Parameters have a path. The name of a computed value is that of the call that makes it.
-    """
-    return value.path or value.name
 
 
 def short(layout: Layout) -> tuple[str, ...]:

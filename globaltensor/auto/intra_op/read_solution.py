@@ -16,7 +16,8 @@ from ..plan.plan import LayoutChange, PlacedTensor, Plan, PlannedCall
 from ..solver import Solution
 from .alternatives import Responses
 from .formulate import Formulation, hidden
-from .layout_changes import Changes, name_of, short
+from .layout_changes import Changes, short
+from .peak_memory import memory_breakdown
 
 __all__ = ["read_plan"]
 
@@ -47,7 +48,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         planned.append(
             PlannedCall(
                 call.name, getattr(call.func, "__name__", str(call.func)), call.module, call.where,
-                tuple(name_of(calls.values[v]) for v in call.operands),
+                tuple(calls.values[v].label for v in call.operands),
                 tuple(short(strategies.ins[i][k]) for i in range(len(call.operands))),
                 tuple(short(strategies.outs[i][k]) for i in range(len(call.outs))),
                 tuple(calls.values[v].shape for v in call.outs),
@@ -69,7 +70,7 @@ def read_plan(formulation: Formulation, solution: Solution) -> Plan:
         if any(_is_gathered_in_backward(f, v, choice) for v in calls.parameters)
         else {},
         cost_breakdown=_cost_breakdown(f, choice, total, planned, changes, sides),
-        memory_breakdown=_memory_breakdown(f, choice, placed, peak),
+        memory_breakdown=memory_breakdown(f, choice, placed, peak),
         moments=(1 + calls.training) * len(calls.calls),
         lost=lost_by(strategies.losses for strategies in f.candidates.values()),
         source=f.prices.cluster.origin,
@@ -89,7 +90,7 @@ class _OverlapSeconds(NamedTuple):
 def _overlap_seconds(
     f: Formulation, choice: Sequence[int], changes: Sequence[LayoutChange]
 ) -> _OverlapSeconds:
-    parameters = {name_of(v) for v in f.calls.parameters}
+    parameters = {v.label for v in f.calls.parameters}
     aside = sum(c.backward for c in changes if c.value in parameters)
     back = sum(c.backward for c in changes) - aside
     for call, found in f.candidates.items():
@@ -132,29 +133,6 @@ def _is_gathered_in_backward(f: Formulation, value: Value, choice: Sequence[int]
     return made is not None and copy is not None and f.twice(value, made, copy)
 
 
-def _memory_breakdown(
-    f: Formulation, choice: Sequence[int], placed: Sequence[PlacedTensor], peak: int
-) -> dict[str, int]:
-    """Return the components of the memory peak, in bytes a rank.
-
-    Parameters that are gathered for a short time count as activations.
-    """
-    trained = {name_of(v) for v in f.calls.parameters if f.calls.training and v.grad}
-    parameters = sum(g.bytes for g in placed if g.kind == "parameter")
-    gradients = sum(g.bytes for g in placed if g.name in trained)
-    optimizer = int(gradients * f.options.optimizer_state_ratio)
-    other_bytes = sum(g.bytes for g in placed if g.kind != "parameter")
-    copies = int(sum(kept[choice[node]] for node, kept in f.copies.items()))
-    terms = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": optimizer,
-        "inputs and buffers": other_bytes,
-        "gathered parameters": copies,
-    }
-    return {**terms, "activations": max(0, peak - sum(terms.values()))}
-
-
 def _local_bytes(f: Formulation, value: Value, layout: Layout) -> int:
     """Return the bytes that one rank holds of a value."""
     return value.dtype.itemsize * f.prices.local(value.shape, layout)
@@ -166,7 +144,7 @@ def _placed_tensor(
     layout = f.made(value, choice)
     others, held = responses.of_value(value), _local_bytes(f, value, layout)
     return PlacedTensor(
-        name_of(value),
+        value.label,
         value.state,
         value.shape,
         str(value.dtype).removeprefix("torch."),

@@ -22,9 +22,10 @@ from ..ir.op_graph import Calls
 from ..plan.plan import Alternative, Plan
 from ..search_limits import LIMITS
 from ..solver import STOP, MinimaxSolver, Solution, solve
-from .formulate import Formulation, Options, formulate, hidden
+from .formulate import Formulation, formulate, hidden
 from .layout_changes import Changes, short
 from .read_solution import read_plan
+from .search_options import Options
 
 __all__ = [
     "SearchResult",
@@ -275,7 +276,7 @@ def data_parallel(calls: Calls, mesh: Placement) -> dict[str, tuple[Layout, ...]
     axes = len(mesh.shape)
     whole, parted = (broadcast,) * axes, (split(0),) * axes
     return {
-        v.path or v.name: (whole,) if v.state != "input" or not v.shape else (parted,)
+        v.label: (whole,) if v.state != "input" or not v.shape else (parted,)
         for v in calls.states()
     }
 

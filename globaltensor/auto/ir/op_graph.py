@@ -45,6 +45,14 @@ class Value:
     def nbytes(self) -> int:
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
+    @property
+    def label(self) -> str:
+        """The path if it has one, else the name.
+
+        Parameters have a path. The name of a computed value is that of the call that makes it.
+        """
+        return self.path or self.name
+
 
 @dataclass
 class Call:

@@ -250,7 +250,7 @@ def _key(
             saved,
             v.state,
             v.plain,
-            str(fixed.get(v.path or v.name, "") if v.state else ""),
+            str(fixed.get(v.label, "") if v.state else ""),
         )
 
     rows = []
