@@ -5,8 +5,8 @@ The planner calls it. If the call is invalid, PyTorch's own error is raised."""
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import re
-import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,23 +37,21 @@ _META_CLASS = re.compile(r"torch\.meta\.(\w+)")
 Found = tuple[list[torch.Tensor] | None, Any]
 
 
-class _ThreadMemo(threading.local):
-    memo: dict[Any, Found] | None = None
-
-
-_known = _ThreadMemo()
+_memo: contextvars.ContextVar[dict[Any, Found] | None] = contextvars.ContextVar(
+    "inferred outputs", default=None
+)
 
 
 @contextlib.contextmanager
 def memoized(memo: dict[Any, Found]) -> Iterator[None]:
-    """Memoize inferred outputs in ``memo`` within the block.
+    """Memoize inferred outputs in ``memo`` within the block, on its simulated ranks too.
 
     A call is run once for operands of the same shapes and dtypes, whatever their layouts."""
-    before, _known.memo = _known.memo, memo
+    token = _memo.set(memo)
     try:
         yield
     finally:
-        _known.memo = before
+        _memo.reset(token)
 
 
 def infer_outputs(
@@ -73,7 +71,7 @@ def _infer_memoized(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Found:
     """Do the work of `infer_outputs`, or return what it found for the same call."""
-    known = _known.memo
+    known = _memo.get()
     if known is None or torch_private.any_autocast():
         return _try_call(func, specs, args, kwargs)
     try:

@@ -150,7 +150,7 @@ def same(name: str, model: nn.Module, losses: list[Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], cluster: str) -> None:
     def run() -> str:
         with use_cluster(CLUSTERS[cluster]):
@@ -169,7 +169,7 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
 
 
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_an_eager_model_trains_as_one_device_does(
     name: str, grid: tuple[int, ...], cluster: str
 ) -> None:
@@ -286,7 +286,7 @@ def test_another_graph_takes_the_parameters_as_they_lie() -> None:
     ],
     ids=["zero", "accumulation", "least memory", "less memory", "no collector", "no trunk"],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_with_other_settings(settings: Callable[[Any], Any]) -> None:
     def run() -> None:
         where = mesh((2,))

@@ -892,6 +892,7 @@ def test_marks_are_explained_under_the_pointer_and_at_focus(tmp_path: Path) -> N
     ],
     ids=["at the peak", "near", "far above", "none"],
 )
+@pytest.mark.sweep(2)
 def test_the_limit_is_in_the_memory_chart(
     factor: float | None, broken: int, words: str, tmp_path: Path
 ) -> None:

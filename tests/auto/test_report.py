@@ -348,6 +348,7 @@ class Shared(nn.Module):
     ],
     ids=lambda o: " ".join(o) or "plain",
 )
+@pytest.mark.sweep(4)
 def test_costs_add_up_where_tensors_are_shared(cluster: str, options: dict[str, float]) -> None:
     calls = calls_of_model(Shared(), (torch.empty(16, 32, 64),))
     plan = search(

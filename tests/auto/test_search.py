@@ -540,6 +540,7 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.sweep(3)
 def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied: bool) -> None:
     """The plan of one stage costs a little more than the solver's, never less. Activations that
     cross segments are never partial here, and sharded parameters are gathered twice."""

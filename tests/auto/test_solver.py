@@ -304,7 +304,7 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
     """Prices from elimination give bounds no worse than those of messages, even before a feasible
     choice is known."""

@@ -210,6 +210,7 @@ assert len(sys.meta_path) == finders - 1
         ("torch.distributed.distributed_c10d", "torch.distributed"),
     ],
 )
+@pytest.mark.sweep(2)
 def test_a_collective_that_another_library_replaced_before_is_kept(ours: str, other: str) -> None:
     """One of the two names of a collective is another library's: it must still be called, once."""
     run_alone(f"""

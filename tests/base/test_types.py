@@ -47,6 +47,7 @@ def made_for_this_torch() -> bool:
     return f"torch {torch.__version__.partition('+')[0]} " in stub_of("globaltensor").read_text()
 
 
+@pytest.mark.extended
 def test_the_stubs_are_those_of_the_sources() -> None:
     if not made_for_this_torch():
         pytest.skip("the stubs were made with another version of torch")
@@ -211,7 +212,7 @@ def run_pyright(folder: Path) -> tuple[set[tuple[str, int]], str]:
     [
         # `make types` runs mypy on these programs, in this checkout.
         pytest.param(run_mypy, id="mypy", marks=pytest.mark.extended),
-        pytest.param(run_pyright, id="pyright"),
+        pytest.param(run_pyright, id="pyright", marks=pytest.mark.extended),
     ],
 )
 def test_a_right_program_has_no_error_and_each_wrong_call_is_found(

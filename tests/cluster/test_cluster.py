@@ -85,7 +85,7 @@ clusters = st.one_of(constants(), tables(), presets)
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     clusters,
     st.sampled_from([*COLLECTIVES, "send", "copy", "slice"]),
@@ -107,7 +107,7 @@ def test_more_bytes_take_no_less(
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     clusters,
     st.sampled_from(COLLECTIVES),
@@ -132,7 +132,7 @@ def test_more_ranks_take_no_less(
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     clusters,
     sizes,
@@ -157,7 +157,7 @@ def test_halves_of_an_all_reduce(
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(clusters, st.sampled_from([*COLLECTIVES, "send"]), sizes, st.integers(2, 8))
 def test_between_nodes_nothing_is_quicker_than_within_one(
     c: Cluster, kind: str, n: int, p: int
@@ -168,7 +168,7 @@ def test_between_nodes_nothing_is_quicker_than_within_one(
 
 
 @pytest.mark.long
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(
     clusters,
     st.integers(0, 1 << 30),

@@ -80,6 +80,7 @@ def launched(
     ],
     ids=["shared memory", "gloo", "mpi"],
 )
+@pytest.mark.sweep(3)
 def test_a_value_read_on_one_rank_is_told_in_few_lines(
     tmp_path: Path, shared: str, backend: str, reads: str
 ) -> None:

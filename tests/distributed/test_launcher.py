@@ -213,6 +213,7 @@ def test_ranks_that_ignore_the_request_to_end(
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
 )
+@pytest.mark.sweep(2)
 def test_the_launchers_end_is_the_ranks_end(
     number: signal.Signals, script: Callable[[str], str], tmp_path: Path
 ) -> None:

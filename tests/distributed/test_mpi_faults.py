@@ -103,6 +103,7 @@ def test_a_rank_that_raises_ends_the_others(tmp_path: Path) -> None:
     nobody_left(ended)
 
 
+@pytest.mark.extended
 def test_a_rank_that_leaves_early_fails_those_who_wait_for_it(tmp_path: Path) -> None:
     ended = run(tmp_path, "if rank == 1: sys.exit(3)\ndist.all_reduce(x)")
     assert ended.code != 0

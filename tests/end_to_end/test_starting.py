@@ -32,7 +32,7 @@ def test_the_page_has_its_examples() -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.sub(r"\W+", "-", command)[:40])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_a_command(command: str, tmp_path: Path) -> None:
     program = next(word for word in command.replace("(", "").split() if "=" not in word)
     path = f"{BIN}{os.pathsep}{os.environ['PATH']}"

@@ -364,7 +364,7 @@ QUICK = {
     ("model", "ranks", "mode"),
     [pytest.param(*c, marks=() if c in QUICK else pytest.mark.slow, id="-".join(c)) for c in CASES],
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_equal(model: str, ranks: str, mode: str) -> None:
     equal(model, ranks, mode)
 

@@ -279,11 +279,13 @@ def on_ranks(name: str, ranks: Any, plan: str, sbp: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(2)
 def test_models_of_torch_on_split_data(name: str) -> None:
     simulate(2, on_ranks, name, [0, 1], "data", [S(0)], timeout=60.0)
 
 
 @pytest.mark.parametrize("name", ["transformer", "writes", "tied", "residual"])
+@pytest.mark.sweep(2)
 def test_models_of_torch_on_a_grid(name: str) -> None:
     simulate(4, on_ranks, name, [[0, 1], [2, 3]], "data", [S(0), B], timeout=60.0)
 
@@ -310,6 +312,7 @@ def _one_form_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.sweep(2)
 def test_models_of_transformers_on_one_device(name: str) -> None:
     check(family(name), family(name), lambda t: t, batches_of(name), 1e-6)
 
@@ -331,7 +334,7 @@ def family_on_ranks(
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["data", "tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_models_of_transformers_on_two_ranks(name: str, plan: str) -> None:
     simulate(
         2,
@@ -845,6 +848,7 @@ def test_a_rank_that_fails_in_build_is_told_by_all() -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", "another", "plain"])
+@pytest.mark.sweep(2)
 def test_a_mask_of_torchs_transformers(mask: str) -> None:
     """Torch's transformers check whether a mask is the causal one, to use a shorter path. A graph
     uses the general path, with the same numbers."""

@@ -174,6 +174,7 @@ SCHEDULES: dict[str, Callable[[optim.Optimizer], Any]] = {
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.sweep(2)
 def test_every_optimizer(name: str) -> None:
     looped(OPTIMIZERS[name])
     simulate(2, looped, OPTIMIZERS[name], None, backward, True, timeout=30.0)

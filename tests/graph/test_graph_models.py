@@ -238,7 +238,7 @@ def on_ranks(name: str, plan: str, sbp: Any, want: list[Any]) -> None:
 
 @pytest.mark.parametrize("plan", ["data", "tensor", "columns"])
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_as_on_one_device(name: str, plan: str) -> None:
     plain = made(name)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

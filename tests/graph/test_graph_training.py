@@ -513,6 +513,7 @@ def test_in_stages(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
+@pytest.mark.sweep(2)
 def test_mixed_precision(way: str, name: str) -> None:
     """Mixed precision rounds bfloat16 products as eager autocast on one device does. Sums in
     another order differ by units in the last place (2**-8). If such a difference changes the sign

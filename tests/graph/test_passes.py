@@ -298,6 +298,7 @@ def sums(kind: str) -> Loss:
     "kind", ["plain", "difference", "scaled", "shapes", "views", "alpha", "three"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.sweep(2)
 def test_sums_of_what_is_boxed_alike_are_boxed_once(kind: str, ranks: int) -> None:
     def body() -> None:
         _, graph = both(Weights, sums(kind), column(4, 6))
@@ -908,7 +909,7 @@ SPLIT = {"*up.weight": S(0), "*up.bias": S(0), "*down.weight": S(1), "*q.weight"
 @pytest.mark.parametrize("plan", ["data", "tensor", "sequence", "fsdp", "by hand"])
 @pytest.mark.parametrize("block", [Block, Parallel])
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_decoders_train_as_they_do_eagerly(
     plan: str, block: Callable[[], nn.Module], ranks: int
 ) -> None:
@@ -936,7 +937,7 @@ def test_decoders_train_as_they_do_eagerly(
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "by hand"])
 @pytest.mark.parametrize("how", ["recomputed", "compiled", "in micro-batches"])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_programs_after_the_passes_recompute_and_compile(plan: str, how: str) -> None:
     """Programs still recompute and compile after the passes. A collective started in a recomputed
     part is awaited in the same part, and no compiler sees a collective."""

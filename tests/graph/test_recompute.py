@@ -411,6 +411,7 @@ def reference(batch: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["data", "tensor", "fsdp", "sequence"])
+@pytest.mark.sweep(2)
 def test_ranks_move_data_again_in_one_order(kind: str) -> None:
     want = reference(4)
     for losses, _ in simulate(2, gpt, kind, 4, None):

@@ -123,6 +123,7 @@ def read_in_between(sbp: Any, rows_sbp: Any) -> None:
     [(TENSOR, B), ({"*": B}, S(0)), (SHARDED, S(0)), (TENSOR, S(0))],
     ids=["tensor", "data", "sharded", "mixed"],
 )
+@pytest.mark.sweep(2)
 def test_replicas_train_as_one_process_does(
     what: Callable[..., None], sbp: Any, rows_sbp: Any
 ) -> None:

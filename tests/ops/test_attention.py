@@ -140,7 +140,7 @@ LAYOUTS: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_layouts(name: str, method: str) -> None:
     mine, other = LAYOUTS[name]
     for grid in ((2,), (3,)):
@@ -151,7 +151,7 @@ def test_layouts(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,)], ids=str)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_lengths(grid: tuple[int, ...], method: str) -> None:
     """Lengths may be uneven, shorter than the number of ranks, or one row or one key. Queries and
     keys may have different lengths."""
@@ -214,7 +214,7 @@ def test_masks(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("heads", [3, 2, 1])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_groups_of_heads(method: str, heads: int) -> None:
     q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
     for mine, other in ((S(2), S(2)), (B, S(2)), (S(1), S(2)), (S(2), B)):
@@ -287,6 +287,7 @@ def test_other_shapes() -> None:
 
 
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,), (2, 2)], ids=str)
+@pytest.mark.sweep(2)
 def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal work is balanced by dealing rows in pairs. The library does so for long sequences;
     this test forces it for short ones."""
@@ -710,6 +711,7 @@ def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
     ids=["as many", "half of keys", "one of keys"],
 )
 @pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.sweep(3)
 def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal: bool) -> None:
     """The result and the gradients take 4 units, or 2.25 with one head of keys. In addition, a ring
     holds few heads of some blocks, and no copies of shared key heads. Of the rows dealt for a
@@ -905,7 +907,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Any], Any]]] = 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
 @pytest.mark.parametrize("name", MODULES)
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_modules(name: str, training: bool) -> None:
     """Modules work on a split batch, sequence and width. In eval mode torch's fast path is not
     used, because its kernels do not support global tensors."""

@@ -784,6 +784,7 @@ def _twice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SMOOTH))
+@pytest.mark.sweep(2)
 def test_derivatives_of_derivatives(name: str) -> None:
     simulate(2, _twice, name, timeout=20.0)
     if name in ("matmul", "softmax", "layer_norm", "cross_entropy"):

@@ -27,7 +27,7 @@ REFUSED = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_samples(start: int) -> None:
     wrong = []
     for op in OPS[start : start + CHUNK]:

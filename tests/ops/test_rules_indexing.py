@@ -131,6 +131,7 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
+@pytest.mark.sweep(2)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -138,6 +139,7 @@ def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 @pytest.mark.parametrize("args", [row[1] for row in WRITES], ids=[row[0] for row in WRITES])
+@pytest.mark.sweep(2)
 def test_writes(args: tuple[Any, ...]) -> None:
     assert check(put, *args, most=40, inplace=True)
 
@@ -207,6 +209,7 @@ LISTS: list[Any] = [
 
 
 @pytest.mark.parametrize("index", LISTS, ids=spelled)
+@pytest.mark.sweep(2)
 def test_lists_index_as_torch_has_it(index: Any) -> None:
     def read_and_write(x: Any) -> Any:
         y = x * 1
@@ -270,7 +273,7 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_rows_of_a_table_are_bounded_where_they_lie(
     dtype: torch.dtype, function: Any, p: float
 ) -> None:

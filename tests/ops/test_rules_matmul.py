@@ -83,7 +83,7 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(2, kind=lambda row: row[0])
+@pytest.mark.sweep(4, kind=lambda row: row[0])
 def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:], most=40)
 
@@ -103,7 +103,7 @@ def test_transforms(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)
 

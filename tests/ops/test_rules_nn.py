@@ -155,11 +155,13 @@ def test_every_signature_of_layers(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", SPACE, ids=name)
+@pytest.mark.sweep(2)
 def test_every_signature_in_space(row: tuple[Any, ...]) -> None:
     _checked(row)
 
 
 @pytest.mark.parametrize("row", LOSSES, ids=name)
+@pytest.mark.sweep(3)
 def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of deprecated arguments
@@ -256,7 +258,7 @@ def test_a_wrong_call_is_refused_in_the_words_of_torch(row: tuple[Any, ...]) -> 
 
 
 @pytest.mark.parametrize("row", NORMS + LAYERS + SPACE + LOSSES, ids=name)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], grids=((3,), (2, 2)), draws=2, fallback=any(row is r for r in LOSSES))
 
@@ -268,6 +270,7 @@ def constant(function: Any, *which: int) -> Any:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("function", [F.nll_loss, F.cross_entropy])
+@pytest.mark.sweep(2)
 def test_bytes_as_classes(function: Any, reduction: str) -> None:
     classes = torch.tensor([3, 0, 1, 1, 2], dtype=torch.uint8)
     compare(
@@ -375,7 +378,7 @@ MODULES: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("row", MODULES, ids=lambda row: type(row[0]()).__name__)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_modules(row: tuple[Any, ...]) -> None:
     torch.manual_seed(1)
     make, call = row

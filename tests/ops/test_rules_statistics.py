@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_equals_torch_and_stays_apart(name: str) -> None:
     function, operands = CALLS[name]
     compare(function, *operands, draws=5)
@@ -90,6 +90,7 @@ def test_ctc_loss(reduction: str, tuples: bool) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.sweep(2)
 def test_head_and_loss_in_chunks(reduction: str, weighted: bool) -> None:
     options_of = getattr(torch.nn.functional, "LinearCrossEntropyOptions", None) or getattr(
         torch.nn, "LinearCrossEntropyOptions", None

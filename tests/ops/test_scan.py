@@ -94,7 +94,7 @@ def function_of(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
-@pytest.mark.sweep(9, kind=function_of)
+@pytest.mark.sweep(18, kind=function_of)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, kwargs = (
         (row[0].func, row[0].keywords) if isinstance(row[0], partial) else (row[0], {})
@@ -105,7 +105,7 @@ def test_every_signature(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", SCANS + BEST + PICKS + SORTS, ids=name)
-@pytest.mark.sweep(9, kind=function_of)
+@pytest.mark.sweep(18, kind=function_of)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     # else the exchange would not pay off for so few elements
     with use_cluster(Cluster(launch=0.0, latency=0.0)):
@@ -369,6 +369,7 @@ def _one_by_one(a: torch.Tensor, b: torch.Tensor, dim: int, reverse: bool) -> li
 
 @pytest.mark.parametrize("mode", ["generic", "pointwise"])
 @pytest.mark.parametrize(("dim", "reverse"), [(0, False), (1, True), (-1, False)])
+@pytest.mark.sweep(2)
 def test_associative_scan(mode: str, dim: int, reverse: bool) -> None:
     from torch._higher_order_ops.associative_scan import associative_scan
 

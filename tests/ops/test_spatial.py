@@ -220,7 +220,7 @@ def called(row: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", CONVS + POOLS + MOVES + SIZES, ids=name)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, args, kwargs = called(row)
     met = check(function, *args, most=25, grids=((2,), (3,), (2, 2)), **kwargs)
@@ -264,7 +264,7 @@ def on_space(
 
 
 @pytest.mark.parametrize("row", CONVS[::3] + POOLS[::3] + POWERS + MOVES + SIZES, ids=name)
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_split_space_stays_split(row: tuple[Any, ...]) -> None:
     if "adaptive" in name(row) or "antialias" in name(row):
         pytest.skip("its windows do not divide the dim, or reach far")

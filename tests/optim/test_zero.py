@@ -185,7 +185,7 @@ def _equal(maker: str, ranks: Any, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [[0, 1], [0, 1, 2], [0, 1, 2, 3], [[0, 1], [2, 3]]], ids=str)
 @pytest.mark.parametrize("maker", OPTIMIZERS)
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_training_equals_one_device(maker: str, ranks: Any, stage: int) -> None:
     simulate(torch.tensor(ranks).numel(), _equal, maker, ranks, stage, timeout=20.0)
 

@@ -582,7 +582,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_training_is_that_of_one_device(kind: str) -> None:
     assert run_on(2, trains, [kind], ON_TWO, list(CLASSES)) == [[]] * 2
 

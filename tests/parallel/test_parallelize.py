@@ -163,7 +163,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_trains_as_on_one_device(family: str) -> None:
     run_on(2, train, family, ON_TWO, 3)
 
@@ -292,7 +292,7 @@ def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], C
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_a_layer_on_four_ranks(family: str) -> None:
     """A layer issues two all-reduces in each direction. An encoder and a decoder layer, with
     attention between them, issue five. A fused projection of queries, keys and values issues
@@ -308,6 +308,7 @@ def test_a_layer_on_four_ranks(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.sweep(2)
 def test_data_parallel_forward_on_four_ranks(family: str) -> None:
     """Nothing is moved before the loss, whose target count is summed over all ranks."""
     base = build(family)

@@ -481,7 +481,7 @@ def way_of(name: str, mode: str) -> str:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("mode", ["fsdp", "tensor"])
-@pytest.mark.sweep(2, kind=way_of)
+@pytest.mark.sweep(4, kind=way_of)
 def test_optimizers(name: str, mode: str) -> None:
     simulate(2, optimised, OPTIMIZERS[name], SCHEDULES[0], mode, timeout=20.0)
 

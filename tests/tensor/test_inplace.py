@@ -80,6 +80,7 @@ VIEWED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("layout", [[P], [S(1)], [P, S(0)], [S(1), P], [P, P]], ids=str)
+@pytest.mark.sweep(2)
 def test_views_of_partial_sums_and_their_bases_change_together(
     name: str, layout: list[Any]
 ) -> None:

@@ -293,6 +293,7 @@ def comparable(result: Any) -> list[Any]:
 
 @pytest.mark.parametrize("kind", PENDING)
 @pytest.mark.parametrize("use", USES)
+@pytest.mark.sweep(2)
 def test_a_use_has_the_result_of_one_device(use: str, kind: str) -> None:
     want = comparable(USES[use](PENDING[kind](None)))
 

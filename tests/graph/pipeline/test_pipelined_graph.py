@@ -281,6 +281,7 @@ CUTS = {
 
 
 @pytest.mark.parametrize("name", CUTS)
+@pytest.mark.sweep(3)
 def test_cut_models_are_one_device(name: str) -> None:
     make, at, stages = CUTS[name]
     simulate(

@@ -135,6 +135,7 @@ def test_without_holding_all_comes_at_once(name: str) -> None:
         if not any(word in name for word in ("nothing", "no features", "conv3d", "lighter"))
     ],
 )
+@pytest.mark.sweep(2)
 def test_second_derivatives(name: str) -> None:
     _, ours, shapes, more = CASES[name]
 

@@ -85,6 +85,7 @@ def everywhere(t: Any) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("sbp", [B, S(0)], ids=["whole", "rows"])
+@pytest.mark.sweep(2)
 def test_stages_outside_a_graph(stages: Any, at: list[str], sbp: Any) -> None:
     ranks = 1 + max(np.concatenate([np.ravel(each) for each in stages]))
     want = trained(made(), lambda t: t)

@@ -80,6 +80,7 @@ def cross(src: Spec, dst: Spec) -> Tensor | None:
 
 
 @pytest.mark.parametrize("chunk", range(8))
+@pytest.mark.sweep(2)
 def test_values_and_gradients_cross_between_any_layouts(chunk: int) -> None:
     pairs = random.Random(chunk).sample(PAIRS, 25)
     found = simulate(6, lambda: [cross(a, b) for a, b in pairs])
