@@ -18,7 +18,7 @@ from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
 from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
-from .distributed import double_counting as _counted_once
+from .distributed import replicated_results as _counted_once
 from ._tensor import file_savers as _savers
 from ._ops import metrics as _metrics
 

@@ -1,7 +1,7 @@
 """Plans of calls: the base class, and the plans that box no operand.
 
-_ops/plan_call.py makes the plans. _ops/dispatch.py caches and runs them. Plans of calls with a rule
-are in `local_plan`. Plans that run on full tensors are in `replicated_plan`.
+_ops/sharding_propagation.py makes the plans. _ops/dispatch.py caches and runs them. Plans of calls
+with a rule are in `local_plan`. Plans that run on full tensors are in `replicated_plan`.
 """
 
 from __future__ import annotations

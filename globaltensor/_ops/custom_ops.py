@@ -1,8 +1,8 @@
 """Operators made with torch.library that write into their arguments.
 
-_ops/plan_call.py and _ops/fallback.py plan such calls. An operator runs on the local tensors, as
-any other does. If it writes into a copy that boxing made, the values are boxed back. A plain tensor
-that it writes into has the full result on every rank.
+_ops/sharding_propagation.py and _ops/fallback.py plan such calls. An operator runs on the local
+tensors, as any other does. If it writes into a copy that boxing made, the values are boxed back. A
+plain tensor that it writes into has the full result on every rank.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from .._base.refusals import kernel_message
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.view_tracking import RemoteView, mark_written
 from ..boxing import box
-from ..distributed.double_counting import note_replicated
+from ..distributed.replicated_results import note_replicated
 from ..distributed.world import sent, world
 from ..errors import GlobalTensorError, KernelError
 from ..sharding.spec import Spec
 from .local_plan import LocalPlan
-from .nonmember import nonmember_outputs
+from .nonmember_placeholders import nonmember_outputs
 from .replicated_plan import ReplicatedPlan, shared, wrapped_whole
 from .rules import OpDescription
 

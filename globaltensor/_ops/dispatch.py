@@ -42,8 +42,8 @@ from .call_plan import (
     name_of,
     tensors_in,
 )
-from .plan_call import plan_call
 from .rules import RULES, Derived
+from .sharding_propagation import plan_call
 
 __all__ = ["Handler", "dispatch", "fresh_plans", "handler_kind", "register_handlers"]
 

@@ -1,6 +1,6 @@
 """Calls without a rule, on replicated operands, and calls with ``out=`` or plain targets.
 
-_ops/plan_call.py plans them. Results are copied into ``out=`` and into plain targets."""
+_ops/sharding_propagation.py plans them. Results are copied into ``out=`` and into plain targets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .._base.python_bodies import python_body
 from .._base.user_code import warn_user
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
-from ..distributed.double_counting import note_replicated
+from ..distributed.replicated_results import note_replicated
 from ..distributed.world import sent, world
 from ..errors import FallbackWarning, GlobalTensorError, InplaceError
 from ..sharding.placement import Placement

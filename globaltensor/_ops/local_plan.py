@@ -1,6 +1,6 @@
 """Plans of calls with a rule: box the operands, run on the local tensors, wrap the results.
 
-_ops/plan_call.py makes the plans. `dispatch` itself runs the plans that need no boxing.
+_ops/sharding_propagation.py makes the plans. `dispatch` itself runs the plans that need no boxing.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from ..errors import InplaceError
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .call_plan import CallPlan, as_on_one_device
-from .nonmember import nonmember_outputs
+from .nonmember_placeholders import nonmember_outputs
 
 __all__ = [
     "InPlacePlan",

@@ -50,6 +50,6 @@ def _syncing_local(sync: Any) -> Any:
 
 def install() -> None:
     # Where a version of torchmetrics has no `_wrap_update`, nothing is noted, and the collectives
-    # refuse to count twice (distributed/double_counting.py).
+    # refuse to count twice (distributed/replicated_results.py).
     patch("torchmetrics.metric:Metric._wrap_update", _noting_update)
     patch("torchmetrics.metric:Metric.sync", _syncing_local)

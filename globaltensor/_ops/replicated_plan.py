@@ -1,6 +1,6 @@
 """Plans of calls that run on replicated operands, or that must move their target first.
 
-_ops/plan_call.py and _ops/fallback.py make them.
+_ops/sharding_propagation.py and _ops/fallback.py make them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .call_plan import CallPlan
 from .local_plan import LocalPlan, box_partial_target, inplace_error
-from .nonmember import ShapeHeader, materialised, nonmember_outputs
+from .nonmember_placeholders import ShapeHeader, materialised, nonmember_outputs
 
 __all__ = ["MoveTargetPlan", "ReplicatedPlan", "shared", "wrapped_whole"]
 

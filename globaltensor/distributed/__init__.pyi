@@ -43,7 +43,6 @@ from globaltensor.distributed.process_groups import is_available as is_available
 from globaltensor.distributed.process_groups import is_initialized as is_initialized
 from globaltensor.distributed.process_groups import new_group as new_group
 from globaltensor.distributed.process_groups import start as start
-from . import double_counting as double_counting
 from . import backends as backends
 from . import cluster_env as cluster_env
 from . import divergence as divergence
@@ -54,6 +53,7 @@ from . import world_base as world_base
 from . import world as world
 from . import gloo_call_check as gloo_call_check
 from . import process_groups as process_groups
+from . import replicated_results as replicated_results
 from . import collectives as collectives
 from . import simulate as simulate
 from . import run as run

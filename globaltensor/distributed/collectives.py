@@ -25,9 +25,9 @@ from torch import Tensor
 
 from .._base.user_code import user_line
 from ..errors import KernelError, WorldError
-from .double_counting import ADDING, refuse_replicated
 from .gloo_call_check import CallHeader, check_collective, enabled
 from .process_groups import start
+from .replicated_results import ADDING, refuse_replicated
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",

@@ -26,7 +26,7 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import Sbp, as_layout, broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import TensorKind, parameter_described, refuse
-from .memory_overlap import find_shared_memory, overlap_message
+from .shared_storage import find_shared_memory, overlap_message
 
 __all__ = ["SameModel", "module_to_global", "module_to_local"]
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from globaltensor.auto.cost.batch_scaling import Batches
 from globaltensor.auto.cost.meshes import factorizations, mesh, meshes
 from globaltensor.auto.gc_pause import gc_paused
-from globaltensor.auto.inter_op import min_plus, segment_cost
-from globaltensor.auto.inter_op.min_plus import TooWide, eliminate
+from globaltensor.auto.inter_op import min_plus_elimination, segment_cost
+from globaltensor.auto.inter_op.min_plus_elimination import TooWide, eliminate
 from globaltensor.auto.inter_op.predict import predict
 from globaltensor.auto.inter_op.range_cost import Table, join, runs
 from globaltensor.auto.inter_op.search import PipelineSearch, SearchSpace, search_pipelines
@@ -157,7 +157,7 @@ def test_meshes_keep_to_nodes() -> None:
 
 @pytest.mark.parametrize("kept_whole", [0, 1 << 18])
 def test_elimination_is_exhaustive_search(kept_whole: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(min_plus, "_LATER", kept_whole)
+    monkeypatch.setattr(min_plus_elimination, "_LATER", kept_whole)
     rng = np.random.default_rng(1)
     for _ in range(60):
         sizes = {v: int(rng.integers(1, 4)) for v in range(6)}

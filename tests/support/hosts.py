@@ -25,7 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from globaltensor.distributed.launcher import parent_death
+from globaltensor.distributed.launcher import parent_death_signal
 
 NAMESPACES, LOOPBACK = "namespaces", "loopback addresses"
 _SECONDS = 20.0  # limit for commands that take milliseconds
@@ -64,7 +64,7 @@ class Host:
                 sys.executable,
                 "-I",
                 "-S",
-                str(parent_death.__file__),
+                str(parent_death_signal.__file__),
                 str(os.getpid()),
                 *command,
             ]  # it ends with this process

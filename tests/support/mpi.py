@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from globaltensor.distributed.launcher import parent_death
+from globaltensor.distributed.launcher import parent_death_signal
 from globaltensor.distributed.launcher.mpirun import find_mpirun, options, room
 from globaltensor.errors import WorldError
 
@@ -58,7 +58,14 @@ def mpirun(n: int, *command: str) -> list[str]:
     program = find_mpirun()
     own = [f"{name}={value}" for name, value in room(tempfile.mkdtemp(dir=_rooms())).items()]
     started = ["env", *own, program, *options(program), "-n", str(n), *command]
-    return [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid()), *started]
+    return [
+        sys.executable,
+        "-I",
+        "-S",
+        str(parent_death_signal.__file__),
+        str(os.getpid()),
+        *started,
+    ]
 
 
 def environment(**more: str) -> dict[str, str]:

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from globaltensor.distributed.launch import reserved_port
-from globaltensor.distributed.launcher import parent_death
+from globaltensor.distributed.launcher import parent_death_signal
 from support.warm_python import warm_python
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -86,7 +86,7 @@ class Pool:
                 sys.executable,
                 "-I",
                 "-S",
-                str(parent_death.__file__),
+                str(parent_death_signal.__file__),
                 str(os.getpid()),
                 self._python,
                 "-u",

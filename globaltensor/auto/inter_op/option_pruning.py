@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .min_plus import Factor
+from .min_plus_elimination import Factor
 
 __all__ = ["Pairs", "apart", "cheapest", "some", "spread"]
 

@@ -34,7 +34,7 @@ from ..intra_op.formulate import bucket_of, hidden, updating
 from ..intra_op.search_options import Options
 from ..ir.op_graph import Calls, Value
 from ..ir.segments import Chain, Segment
-from .min_plus import Eliminated, Factor, TooWide, eliminate
+from .min_plus_elimination import Eliminated, Factor, TooWide, eliminate
 from .option_pruning import Pairs, apart, cheapest, some, spread
 
 __all__ = [

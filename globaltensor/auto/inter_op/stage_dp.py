@@ -20,7 +20,7 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from .min_plus import TooWide
+from .min_plus_elimination import TooWide
 from .range_cost import Ranges, Table, runs
 from .segment_cost import NEVER, SMALL, MeshContext, Quantity, Weights
 

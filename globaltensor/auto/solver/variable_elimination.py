@@ -4,10 +4,10 @@ Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Inte
 The cost is that of the tables, so it is linear in the depth of a network whose graph is
 series-parallel.
 
-`auto/inter_op/min_plus.py` is the same algorithm for another purpose. It keeps some variables,
-returns a table over them, and accepts factors of any number of variables. Here each table joins two
-nodes, and all nodes are minimised over. The order is found once and run for many costs, such as
-changing memory prices (auto/solver/dual_ascent.py).
+`auto/inter_op/min_plus_elimination.py` is the same algorithm for another purpose. It keeps some
+variables, returns a table over them, and accepts factors of any number of variables. Here each
+table joins two nodes, and all nodes are minimised over. The order is found once and run for many
+costs, such as changing memory prices (auto/solver/dual_ascent.py).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 # This module is in the same folder. The package is not on the path of a bare script.
-from parent_death import become, tie  # type: ignore[import-not-found]
+from parent_death_signal import become, tie  # type: ignore[import-not-found]
 
 _RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
 

@@ -1,7 +1,7 @@
 """A script that kills the processes that ranks have started, if the launcher is killed.
 
-The ranks themselves die with the launcher by their tether (parent_death.py). The processes that
-they have started do not.
+The ranks themselves die with the launcher by their tether (parent_death_signal.py). The processes
+that they have started do not.
 
 It runs as a bare script (``python -I -S distributed/launcher/orphan_reaper.py``) in its own
 session, so that killing the launcher's whole group spares it. From the launcher it reads lines with

@@ -42,7 +42,7 @@ _ECHO: Final = re.compile(
 _THROWN: Final = "terminate called"
 _CRASH: Final = "Fatal Python error"
 _HEADS: Final = ("Traceback (most recent call last)", _THROWN, _CRASH)
-_TETHER: Final = Path(__file__).with_name("parent_death.py")
+_TETHER: Final = Path(__file__).with_name("parent_death_signal.py")
 _KEEPER: Final = Path(__file__).with_name("orphan_reaper.py")
 
 

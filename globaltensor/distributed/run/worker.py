@@ -149,8 +149,8 @@ def _dump_stack_on_signal(path: Path) -> None:
 def end_with(parent: int) -> None:
     """End this process, and all processes that it has started, when its parent dies.
 
-    Linux kills this process at once (distributed/launcher/parent_death.py), but not its children.
-    Other systems do neither.
+    Linux kills this process at once (distributed/launcher/parent_death_signal.py), but not its
+    children. Other systems do neither.
     """
 
     def watch() -> None:

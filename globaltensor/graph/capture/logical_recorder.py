@@ -17,7 +17,7 @@ from ..._base import overridable, torch_private
 from ..._base.python_bodies import recover_dropped_args
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.call_plan import name_of
-from ..._ops.plan_call import lies_at, writes
+from ..._ops.sharding_propagation import lies_at, writes
 from ..._tensor.global_tensor import GlobalTensor
 from ..._tensor.pending_tensor import local_of
 from ..._tensor.view_tracking import RemoteView

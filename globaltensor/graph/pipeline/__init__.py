@@ -3,7 +3,7 @@
 `Graph` uses it when modules have stages; users reach it through ``flow.pipeline``."""
 
 # The schedule families register themselves when imported.
-from . import flush_schedules as _flushing
+from . import gpipe_1f1b_schedules as _flushing
 from . import zero_bubble_schedules as _zero_bubble
 from .validate_schedule import check, resolve_schedule, peak_activations, max_activations
 from .runtime import Pipeline

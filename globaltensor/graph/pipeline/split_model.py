@@ -11,7 +11,7 @@ import torch
 
 from ..._base import torch_private
 from ..._base.pytree import object_tensors, replaced_in_objects
-from ..._ops.plan_call import stage_context
+from ..._ops.sharding_propagation import stage_context
 from ..._tensor.global_tensor import GlobalTensor
 from ...errors import GlobalTensorError
 from ...parallel.module_to_global import module_to_global

@@ -5,7 +5,7 @@ imports this module to register the families."""
 
 from __future__ import annotations
 
-from .flush_schedules import expand, per_lane, runs
+from .gpipe_1f1b_schedules import expand, per_lane, runs
 from .schedule import Action, family
 
 __all__: list[str] = []

@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from globaltensor.distributed.launcher import parent_death
+from globaltensor.distributed.launcher import parent_death_signal
 
 HERE = Path(__file__).parent
 
@@ -41,7 +41,7 @@ class _Server:
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
-        tied = [sys.executable, "-I", "-S", str(parent_death.__file__), str(os.getpid())]
+        tied = [sys.executable, "-I", "-S", str(parent_death_signal.__file__), str(os.getpid())]
         server = [sys.executable, str(HERE / "server.py"), self.folder.name]
         self.process = subprocess.Popen(
             [*tied, *server], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE

@@ -1,8 +1,8 @@
 """The first code that a launched rank runs: tie its life to the launcher's, then exec the command.
 
-It runs as a bare script (``python -I -S distributed/launcher/parent_death.py <launcher's pid>
-command...``). So it starts in milliseconds, as it imports nothing of this package. A ``preexec_fn``
-would run Python between fork and exec, which may deadlock in a process with threads.
+It runs as a bare script (``python -I -S distributed/launcher/parent_death_signal.py <launcher's
+pid> command...``). So it starts in milliseconds, as it imports nothing of this package. A
+``preexec_fn`` would run Python between fork and exec, which may deadlock in a process with threads.
 """
 
 import contextlib

@@ -13,7 +13,7 @@ from torch import nn
 
 import globaltensor as flow
 from globaltensor.errors import StorageError
-from globaltensor.parallel.memory_overlap import find_shared_memory
+from globaltensor.parallel.shared_storage import find_shared_memory
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 PLANS = ("data", "fsdp", "tensor", "sequence")
@@ -156,7 +156,7 @@ def refused_on_ranks(make: Callable[[], nn.Module], plan: str, text: str) -> boo
     model = make()
     with pytest.raises(StorageError, match=text) as caught:
         flow.parallelize(model, flow.placement.all("cpu"), plan)
-    assert str(caught.value).startswith("test_memory_overlap.py:")
+    assert str(caught.value).startswith("test_shared_storage.py:")
     return not any(t.is_global for t in model.parameters())  # type: ignore[attr-defined]
 
 
