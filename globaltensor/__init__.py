@@ -20,6 +20,7 @@ from ._base import tracebacks as _tracebacks
 from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
 from .distributed import replicated_results as _counted_once
 from ._tensor import file_savers as _savers
+from .utils import hf_trainer as _trainer
 from ._ops import metrics as _metrics
 
 # (keeps torch.compile away from code on global tensors)
@@ -75,6 +76,7 @@ _optimizers.install()
 _borrowed.install()
 _associative.install()
 _savers.install()
+_trainer.install()
 _metrics.install()
 _counted_once.install()
 

@@ -262,6 +262,19 @@ TABLE: tuple[Patch, ...] = (
         Patch(f"accelerate.{home}:save", "accelerate 1", _SAVER_OF_ONE_RANK)
         for home in ("utils.other", "utils", "checkpointing", "accelerator")
     ),
+    *(
+        Patch(target, "transformers 4, accelerate 1", "trains a model of global tensors, unwrapped")
+        for target in (
+            "accelerate.accelerator:Accelerator.prepare_model",
+            *(
+                f"transformers.trainer:Trainer.{name}"
+                for name in (
+                    "_prepare_inputs", "_get_num_items_in_batch", "compute_loss", "training_step", "prediction_step", "_save",
+                    "_save_optimizer_and_scheduler",
+                )
+            ),
+        )
+    ),
     Patch(
         "torchmetrics.metric:Metric._wrap_update",
         "torchmetrics 1",
