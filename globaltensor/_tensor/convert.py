@@ -45,7 +45,11 @@ def all_ranks(size: int) -> Placement:
 def check_placement(placement: Placement) -> None:
     """Raise PlacementError where the placement names a rank outside this world."""
     if not isinstance(placement, Placement):
-        raise PlacementError(f"placement must be a globaltensor.placement, got {placement!r}")
+        type = placement if placement in ("cpu", "cuda") else "cpu"
+        raise PlacementError(
+            f"placement must be a globaltensor.placement, got {placement!r}: all ranks are "
+            f'flow.placement.all("{type}")'
+        )
     size = world().size
     outside = [r for r in placement.flat if r >= size]
     if outside:

@@ -21,6 +21,9 @@ from .adapters import Layer, layers_in
 __all__ = ["SplitParameter", "cuts_heads", "declared_splits", "largest_splits", "paired_splits"]
 
 
+SEQUENTIAL_FORWARD = nn.Sequential.forward
+
+
 class SplitParameter(NamedTuple):
     """A parameter that is split."""
 
@@ -207,16 +210,39 @@ def _row(layer: Layer) -> Iterator[SplitParameter]:
 def paired_splits(model: nn.Module) -> list[SplitParameter]:
     """Return column-then-row pairs, found by the positions of layers.
 
-    In a block of a repeated list of layers, a layer that widens or makes heads comes before one
-    that closes."""
+    In an `nn.Sequential`, a layer comes before one that takes its outputs. In a block of a repeated
+    list of layers, a layer that widens or makes heads comes before one that closes."""
     layers = layers_in(model)
     linears = [layer for layer in layers if not isinstance(layer.base, nn.Embedding)]
     splits: list[SplitParameter] = []
-    for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.path)):
+    paired: set[str] = set()
+    for column, row in _sequential_pairs(model, linears):
+        splits += _split_pair([column], row)
+        paired |= {column.path, row.path}
+    linears = [layer for layer in linears if layer.path not in paired]
+    for scope, group in itertools.groupby(linears, lambda layer: _scope(layer.parent)):
         if scope:
             families = [list(f) for _, f in itertools.groupby(group, lambda layer: layer.parent)]
             splits += _splits_of_pairs(families)
     return [*splits, *_vocabulary(layers)]
+
+
+def _sequential_pairs(model: nn.Module, linears: Sequence[Layer]) -> Iterator[tuple[Layer, Layer]]:
+    """Yield the pairs of linear layers that follow each other in an `nn.Sequential`.
+
+    Modules between the two have no parameters: activations and dropout."""
+    by_path = {layer.path: layer for layer in linears}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Sequential) or type(module).forward is not SEQUENTIAL_FORWARD:
+            continue
+        column: Layer | None = None
+        for name, child in module.named_children():
+            layer = by_path.get(f"{path}.{name}".lstrip("."))
+            if layer is not None and column is not None and column.outputs == layer.inputs:
+                yield column, layer
+                column = None
+            elif layer is not None or next(child.parameters(), None) is not None:
+                column = layer
 
 
 def largest_splits(model: nn.Module) -> Iterator[SplitParameter]:

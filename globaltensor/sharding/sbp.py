@@ -141,6 +141,13 @@ def dual(entry: Sbp) -> Sbp:
     return GRADIENT_SBP[entry.kind] or entry
 
 
+def _shown(value: object) -> str:
+    """Return what a message says of a value that is no layout."""
+    if isinstance(value, str):  # it looks like one in print
+        return f"the string {value!r}: write flow.sbp.split(0), flow.sbp.broadcast, ..."
+    return "split without a dim: write split(0)" if value is split else repr(value)
+
+
 def as_layout(value: object, axes: int, what: str = "sbp") -> tuple[Sbp, ...]:
     """Convert one entry, or a sequence of them, to a tuple of one entry for each axis.
 
@@ -152,7 +159,8 @@ def as_layout(value: object, axes: int, what: str = "sbp") -> tuple[Sbp, ...]:
     entries = tuple(entries)
     if not entries or not all(isinstance(e, Sbp) for e in entries):
         raise SbpError(
-            f"{what} must be split(dim), broadcast or partial_sum, or a list of them; got {value!r}"
+            f"{what} must be split(dim), broadcast or partial_sum, or a list of them; "
+            f"got {_shown(value)}"
         )
     if len(entries) != axes:
         raise SbpError(

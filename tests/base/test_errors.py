@@ -123,7 +123,11 @@ def ragged_ranks() -> None:
     flow.placement("cpu", [[0, 1], [2]])
 
 
-@row(errors.PlacementError, "placement must be a globaltensor.placement", "'cpu'")
+@row(
+    errors.PlacementError,
+    "placement must be a globaltensor.placement",
+    """got 'cpu': all ranks are flow.placement.all("cpu")""",
+)
 def no_placement_at_all() -> None:
     torch.ones(2).to_global(placement="cpu", sbp=B)
 
@@ -545,6 +549,16 @@ def to_one_device() -> None:
 @row(errors.SbpError, "sbp must be split(dim), broadcast or partial_sum, or a list of them; got 0")
 def number_for_an_sbp() -> None:
     flow.ones(4, placement=PAIR, sbp=0)  # type: ignore[arg-type]
+
+
+@row(errors.SbpError, "got the string 'split(0)': write flow.sbp.split(0), flow.sbp.broadcast, ...")
+def string_for_an_sbp() -> None:
+    flow.ones(4, placement=PAIR, sbp="split(0)")  # type: ignore[arg-type]
+
+
+@row(errors.SbpError, "got split without a dim: write split(0)")
+def split_without_a_dim() -> None:
+    flow.ones(4, placement=PAIR, sbp=flow.sbp.split)  # type: ignore[arg-type]
 
 
 @row(errors.SbpError, "out_sbp is an sbp, or a list with one for each of 1 tensors", "got 0")

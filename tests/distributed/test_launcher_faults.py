@@ -132,6 +132,25 @@ raise RuntimeError("Read error [127.0.0.1]:31649: Connection reset by peer")
     assert nobody_left(folder)
 
 
+def test_a_long_message_is_shown_in_full_once(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The report repeats the error of the failed rank, because the output of many ranks may come
+    after it. Only the first words of a long line are repeated."""
+    body = """
+if rank == 1:
+    message = "the sky fell " + "and fell " * 100 + "to the " + "ground"
+    raise ValueError(message)
+sleep()
+"""
+    assert run(folder, body) == 1
+    said = capfd.readouterr().err
+    told = said[said.index("globaltensor.launch: rank 1") :]
+    assert said.count("to the ground") == 1
+    assert "to the ground" not in told
+    assert re.search(r"\| ValueError: the sky fell and fell .* \.\.\. \(in full above\)\n", told)
+
+
 def test_why_a_rank_was_aborted_is_told(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The report contains the reason from C++ and the location from Python, without the list of
     loaded extension modules."""

@@ -392,6 +392,77 @@ def test_tensor_plan_by_structure() -> None:
     } == {"classifier.1.weight", "classifier.1.bias"}
 
 
+def vgg() -> nn.Module:
+    """Build a classifier of three linear layers, as in VGG: one pair, and a layer without one."""
+    drop = nn.Dropout(0.0)
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(12, 8), nn.ReLU(), drop, nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3)
+    )
+
+
+class Block(nn.Module):
+    """A block of a vision transformer, with its MLP in an nn.Sequential."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.proj = nn.Linear(8, 24), nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.0))
+        self.mlp = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        x = x + self.proj(mixed)
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
+def test_tensor_plan_pairs_the_layers_of_an_nn_sequential() -> None:
+    def splits(model: Callable[[], nn.Module]) -> dict[str, str]:
+        layouts = simulate(2, held, model, "tensor", [0, 1])[0]
+        return {n: sbp for n, sbp in layouts.items() if n.endswith("weight") and sbp != "B"}
+
+    assert splits(vgg) == {"1.weight": "S(0)", "4.weight": "S(1)"}
+    assert splits(blocks) == {
+        f"{block}.{name}": sbp
+        for block in (0, 1)
+        for name, sbp in (
+            ("qkv.weight", "S(0)"), ("proj.0.weight", "S(1)"),
+            ("mlp.1.weight", "S(0)"), ("mlp.3.weight", "S(1)"),
+        )
+    }  # fmt: skip
+    # a module with parameters between two layers parts them, and so do other widths
+    between = (lambda: nn.LayerNorm(8), 8), (lambda: nn.Unflatten(1, (2, 4)), 4)
+    for module, width in between:
+        model = functools.partial(parted, module, width)
+        assert splits(model) == {"0.weight": "S(0)"}
+
+
+def parted(between: Callable[[], nn.Module], width: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), between(), nn.Linear(width, 2))
+
+
+def train_pairs(model: Callable[[], nn.Module], shape: tuple[int, ...], plan: str) -> None:
+    torch.manual_seed(0)
+    plain, x = model().double(), torch.randn(shape).double()
+    everyone = flow.placement("cpu", [0, 1])
+    model = flow.parallelize(copy.deepcopy(plain), everyone, plan)
+    wanted, got = plain(x), model(x.to_global(everyone, B))  # type: ignore[attr-defined]
+    torch.testing.assert_close(whole(got), wanted)
+    wanted.square().mean().backward()
+    got.square().mean().backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(whole(q.grad), p.grad)
+
+
+def blocks() -> nn.Module:
+    return nn.Sequential(Block(), Block())
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_pairs_in_an_nn_sequential_train_as_on_one_device(plan: str) -> None:
+    run_on(2, train_pairs, vgg, (5, 3, 4), plan)
+    run_on(2, train_pairs, blocks, (2, 6, 8), plan)
+
+
 def test_fsdp_splits_evenly_where_it_can() -> None:
     here = simulate(2, held, Classifier, "fsdp", [0, 1])[0]
     assert here["features.0.weight"] == here["classifier.1.weight"] == "S(0)"

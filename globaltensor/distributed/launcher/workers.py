@@ -26,6 +26,7 @@ _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end processes after SIGKILL
 _TAIL_LINES: Final = 12
 _LAST_LINES: Final = 4  # the lines of a traceback that have its message
+_LINE_LENGTH: Final = 160  # of a line in a report that the console has shown already
 # Other ranks may notice a failure before the failed rank has ended, as an interpreter takes a while
 # to exit. The launcher waits so long for that rank.
 _CAUSE_SECONDS: Final = 2.0
@@ -268,12 +269,16 @@ class LocalWorkers:
     def report(self, failed: Sequence[Rank]) -> str:
         """Return the report of a failure, in lines.
 
-        It has the first of these ranks, its last output, and what happened to the others.
+        It has the first of these ranks, its last output, and what happened to the others. The
+        output is a repetition if the console has shown it, so its long lines are cut.
         """
         first, *others = failed
+        words = first.last_words()
+        if first.err.console is not None:
+            words = [_cut(line) for line in words]
         lines = [
             first.epitaph(),
-            *(f"| {line}" for line in first.last_words()),
+            *(f"| {line}" for line in words),
             *(f"another rank failed too: {other.epitaph()}" for other in others),
         ]
         if first.err.path is not None:
@@ -295,6 +300,11 @@ class LocalWorkers:
             if rank.process is not None:
                 self._keeper.release(rank.process.pid)
         self._pump.settle()
+
+
+def _cut(line: str) -> str:
+    """Return a line without its end if it is long."""
+    return line if len(line) <= _LINE_LENGTH else f"{line[:_LINE_LENGTH]} ... (in full above)"
 
 
 def start_here(ranks: Sequence[Rank]) -> None:
