@@ -269,7 +269,12 @@ TABLE: tuple[Patch, ...] = (
             *(
                 f"transformers.trainer:Trainer.{name}"
                 for name in (
-                    "_prepare_inputs", "_get_num_items_in_batch", "compute_loss", "training_step", "prediction_step", "_save",
+                    "_prepare_inputs",
+                    "_get_num_items_in_batch",
+                    "compute_loss",
+                    "training_step",
+                    "prediction_step",
+                    "_save",
                     "_save_optimizer_and_scheduler",
                 )
             ),

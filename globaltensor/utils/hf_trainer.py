@@ -166,7 +166,11 @@ def _compute_loss(
         count = self.accelerator.gather(counted.reshape(1)).sum()
     found = original(self, model, inputs, True, count)
     loss, outputs = found
-    if averaged and count is not None and (self.model_accepts_loss_kwargs or self.compute_loss_func):
+    if (
+        averaged
+        and count is not None
+        and (self.model_accepts_loss_kwargs or self.compute_loss_func)
+    ):
         size = getattr(self, "get_tp_size", lambda: 1)()
         loss = loss / (self.accelerator.num_processes // size)
     return (loss, outputs) if return_outputs else loss
