@@ -51,6 +51,7 @@ __all__ = [
     "RandomFill",
     "advance_key",
     "draw_global",
+    "fill_in_order",
     "fill_local",
     "owns_value",
     "part",
@@ -361,6 +362,27 @@ def draw_global(
         return placeholder(spec)
     with _prepared_fill(device, generator, spec):
         return part(whole(), spec)
+
+
+def fill_in_order(
+    spec: Spec, fill: RandomFill, strides: Sequence[int], generator: torch.Generator | None
+) -> Tensor:
+    """Return this rank's new local tensor of a tensor with these strides that ``fill`` fills.
+
+    torch draws in memory order, so the full tensor is drawn. The local tensor has the same order of
+    dims.
+    """
+    device = _device(spec)
+    if device is None:
+        return placeholder(spec)
+    local = draw_global(
+        spec, lambda: fill(_empty_strided(spec, strides, device), generator), generator
+    )
+    if local.shape == spec.shape:
+        return local
+    order = sorted(range(local.dim()), key=lambda d: (-strides[d], d))
+    inverse = sorted(range(local.dim()), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(inverse)
 
 
 def part(whole: Tensor, spec: Spec) -> Tensor:

@@ -45,11 +45,13 @@ __all__ = [
     "local_strides_tell",
     "memory_order",
     "note_of",
+    "note_order",
     "note_strides",
     "part_tells",
     "permutes",
     "results",
     "stride",
+    "strides_like",
 ]  # fmt: skip
 
 
@@ -141,6 +143,24 @@ def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
     """Note for ``other``, a copy of ``source``, the same order of dims, without gaps."""
     if (found := note_of(source)) is not None:
         note_strides(other, Note(_drop_gaps(source.shape, found.strides), found.exact))
+
+
+def strides_like(x: GlobalTensor) -> tuple[int, ...] | None:
+    """Return the strides of a new tensor like ``x`` on one device.
+
+    Return None for row-major, or where a rank outside the placement does not know the strides.
+    """
+    if not x.numel() or len(x._spec.placement.flat) < world().size:
+        return None
+    like = _meta_with_strides(x, device_strides(x))
+    strides = (like if _is_dense(like) else torch.empty_like(like)).stride()
+    return None if strides == by_rows(x.shape) else strides
+
+
+def note_order(x: GlobalTensor, strides: tuple[int, ...]) -> None:
+    """Note the strides of a new tensor on one device, if its local tensors may not show them."""
+    if strides_ambiguous(x._spec.plain) or has_single_element_parts(x._spec.plain):
+        note_strides(x, Note(strides, False))
 
 
 def forget_note(x: GlobalTensor) -> None:
