@@ -503,3 +503,28 @@ def test_a_tensor_made_like_another_has_its_memory_order() -> None:
     want = made_like(lambda *shape: torch.zeros(shape))
     for found in run_on(2, made_like_on_ranks):
         assert found == [want] * 3
+
+
+def gradient_strides(make: Callable[[], Any]) -> list[Any]:
+    """Return the strides of the gradients of transposed leaves."""
+    first, second = make().t().clone().detach().requires_grad_(), make().requires_grad_()
+    second.data = make().t()
+    out = []
+    for leaf in (first, second):
+        (leaf * leaf).sum().backward()
+        out.append((leaf.grad.stride(), leaf.grad.is_contiguous(), leaf.grad.numpy().tolist()))
+    return out
+
+
+def gradient_strides_on_ranks() -> list[list[Any]]:
+    placement, square = flow.placement.all("cpu"), torch.arange(9.0).view(3, 3)
+    return [
+        gradient_strides(lambda sbp=sbp: square.to_global(placement, B).to_global(sbp=sbp).detach())  # type: ignore[attr-defined,misc]
+        for sbp in (B, S(0), S(1), flow.sbp.partial_sum)
+    ]
+
+
+def test_a_gradient_has_the_strides_of_its_leaf() -> None:
+    want = gradient_strides(lambda: torch.arange(9.0).view(3, 3))
+    for found in run_on(2, gradient_strides_on_ranks):
+        assert found == [want] * 4
