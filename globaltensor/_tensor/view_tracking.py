@@ -24,6 +24,7 @@ from ..distributed.world import world
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
+from .gradients.reducer import observe_gradients
 from .pending_tensor import PendingTensor
 from .strides import copy_noted_strides, device_strides
 
@@ -182,6 +183,9 @@ class RemoteView(PendingTensor):
                 # autograd knows the view by this local tensor, and counts the write as its own
                 with torch.no_grad():
                     local = stored.copy_(local)
+            if stored is not local and stored.retains_grad and local.grad_fn is not None:
+                local.retain_grad()  # torch keeps the gradient of a tensor's last version
+                observe_gradients(local)
             self.rebind(local, origin)
         return self
 

@@ -287,10 +287,22 @@ def _detached(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
     return [*states, *_state(base), *_state(w), *_grads((base * 3).sum(), leaf)]
 
 
+def _gradient_retained(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf = make().requires_grad_()
+    base = leaf * 2
+    v = view(base)
+    v.retain_grad()
+    base.mul_(3)
+    return _grads((v * v).sum() + base.sum(), v, leaf)
+
+
 HISTORIES = {
     f.__name__: f
-    for f in (_base_written, _view_written, _view_of_view_written, _base_becomes_a_leaf, _detached)
-}
+    for f in (
+        _base_written, _view_written, _view_of_view_written, _base_becomes_a_leaf, _detached,
+        _gradient_retained,
+    )
+}  # fmt: skip
 
 
 def _made_without_gradients(then: str, leaf: bool) -> Callable[..., list[Any]]:
