@@ -485,7 +485,7 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
         self._spec,
     )
     if memory_format is torch.preserve_format:
-        copy_noted_strides(self, out)
+        copy_noted_order(self, out)
     return identify_copy(out, self)
 
 
