@@ -334,7 +334,7 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
     rank, device = world().rank, _device(spec)
     inside = spec.placement.coordinate(rank) is not None
     if device is None:
-        return placeholder(spec)
+        return _drawn_elsewhere(spec, generator)
     everything = inside and spec.local_shape(rank) == tuple(spec.shape)
     if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
         return draw_global(
@@ -359,7 +359,7 @@ def draw_global(
     """Return this rank's shard of the tensor that ``whole()`` draws at once."""
     device = _device(spec)
     if device is None:
-        return placeholder(spec)
+        return _drawn_elsewhere(spec, generator)
     with _prepared_fill(device, generator, spec):
         return part(whole(), spec)
 
@@ -374,7 +374,7 @@ def fill_in_order(
     """
     device = _device(spec)
     if device is None:
-        return placeholder(spec)
+        return _drawn_elsewhere(spec, generator)
     local = draw_global(
         spec, lambda: fill(_empty_strided(spec, strides, device), generator), generator
     )
@@ -459,6 +459,15 @@ def _device(spec: Spec) -> torch.device | None:
         if spec.placement.coordinate(world().rank) is None:
             return None
         raise
+
+
+def _drawn_elsewhere(spec: Spec, generator: torch.Generator | None) -> Tensor:
+    """Return the placeholder of a rank without a generator, which agrees on the seed all the same.
+
+    The agreement is collective among all ranks of the world."""
+    if generator is None:
+        agree_on_seed()
+    return placeholder(spec)
 
 
 @contextmanager
