@@ -593,6 +593,8 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         if isinstance(out, RemoteView) and not alone:
             self.__class__ = RemoteView  # type: ignore[assignment]  # a view of its former value
             self.rebind(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
+            if "_untracked" in out.__dict__:
+                self.__dict__["_untracked"] = True
         else:
             self._local = out._local
         return self
