@@ -241,6 +241,11 @@ TABLE: tuple[Patch, ...] = (
         "torch 2.11",
         "refuses global tensors, whose values would become constants of the graph",
     ),
+    Patch(
+        "torch._functorch.aot_autograd:process_inputs",
+        "torch 2.11",
+        "refuses global tensors: the graph would hold the moves of the first call's layouts",
+    ),
     # --- Python and other libraries
     Patch(
         "sys:excepthook",

@@ -29,6 +29,7 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
 from .._tensor.pending_tensor import register_lazy_functions
 from .._tensor.plain_operands import check_replicated
+from .._tensor.strides import note_order, strides_like
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
 from ..errors import KernelError, PlacementError, SbpError
@@ -214,6 +215,12 @@ _WINDOWS: Final = (
     "hann_window",
     "kaiser_window",
 )
+#: name -> function that returns how to fill a tensor with random numbers
+FILL: Final[dict[str, Callable[[tuple[Any, ...], dict[str, Any]], RandomFill]]] = {
+    "rand": lambda a, k: RandomFill("uniform_", (0.0, 1.0)),
+    "randn": lambda a, k: RandomFill("normal_", (0.0, 1.0)),
+    "randint": _randint_fill,
+}
 #: name -> function that makes a rank's local tensor
 MAKE: Final[dict[str, Make]] = {
     "ones": _constant_maker(lambda shape, a, k, **o: torch.ones(shape, **o)),
@@ -235,9 +242,7 @@ MAKE: Final[dict[str, Make]] = {
             *_WINDOWS,
         )
     },
-    "rand": _random_maker(lambda a, k: RandomFill("uniform_", (0.0, 1.0))),
-    "randn": _random_maker(lambda a, k: RandomFill("normal_", (0.0, 1.0))),
-    "randint": _random_maker(_randint_fill),
+    **{name: _random_maker(fill) for name, fill in FILL.items()},
     "normal": _normal,
     "randperm": _randperm,
 }
@@ -481,15 +486,28 @@ def _create_like(
     ):
         # Torch's own function on the local tensor preserves its strides, which optimizers want for
         # their state.
+        strides = _strides_like(x, kwargs)
         local = draws.zero_unless_owner(getattr(torch, name)(x._stored, *args, **kwargs), spec)
+    elif base in FILL and (strides := _strides_like(x, kwargs)) is not None:
+        local = draws.fill_in_order(
+            spec, FILL[base](args, factory_kwargs), strides, factory_kwargs.get("generator")
+        )
     else:
-        sizes = (tuple(spec.shape),) if base == "full" else ()
+        strides, sizes = None, (tuple(spec.shape),) if base == "full" else ()
         local = MAKE[base](spec, (*sizes, *args), factory_kwargs)
     out = _wrap_created(local, spec, grad)
+    if strides is not None:
+        note_order(out, strides)
     if sbp is None and isinstance(x, GlobalTensor) and any(e.is_partial for e in spec.layout):
         out._pinned = x._pinned  # partial because an op's result is: no choice of the user
     record(f"{name} {argument_text((args, factory_kwargs))}", out)
     return out
+
+
+def _strides_like(x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...] | None:
+    """Return the strides that torch gives a tensor like ``x``, or None for row-major."""
+    keeps = kwargs.get("memory_format", torch.preserve_format) is torch.preserve_format
+    return strides_like(x) if keeps and isinstance(x, GlobalTensor) else None
 
 
 def _device_type_matches(device: Any, placement: Placement) -> bool:

@@ -89,33 +89,40 @@ def _copy_to_write(t: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 class Viewing(ReplicatedPlan):
-    """A plan for an operator without a rule whose results are views of its first tensor.
+    """A plan for an operator without a rule some of whose results are views of arguments.
 
-    The operands are replicated. What is written into a result is written into the first operand,
-    too.
+    The operands are replicated. What is written into such a result is written into the argument,
+    too. Of a list of tensors each result is taken for a view of the tensor at its place.
     """
 
     __slots__ = ()
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         made = super().run(func, args, kwargs)
-        base, *others = tensors_in(kwargs, tensors_in(args, []))
-        if not isinstance(base, GlobalTensor):
-            return made
-        places = repeat(_PLACEHOLDER)  # drop the references to the base
+        tensors = tensors_in(kwargs, tensors_in(args, []))
+        places = repeat(_PLACEHOLDER)  # drop the references to the bases
         given, named = replaced(args, places), replaced(kwargs, places)
 
-        def viewed(i: int) -> Any:
+        def taken_of(base: GlobalTensor, number: int) -> Any:
+            others = [None if t is base else t for t in tensors]
+
             def taken(source: Any) -> Any:
-                these = iter([source, *others])
-                return tensors_in(func(*replaced(given, these), **replaced(named, these)), [])[i]
+                these = iter([source if t is None else t for t in others])
+                out = func(*replaced(given, these), **replaced(named, these))
+                return tensors_in(out, [])[number]
 
             return taken
 
-        views = [
-            RemoteView.of(v._local, v._spec, base, viewed(i)) if isinstance(v, GlobalTensor) else v
-            for i, v in enumerate(tensors_in(made, []))
-        ]
+        viewed = torch_private.viewed_arguments(func, args, kwargs)
+        results = made if len(viewed) > 1 else [made]
+        views: list[Any] = []
+        for result, argument in zip(results, viewed, strict=True):
+            bases = tensors_in(argument, [])
+            for i, v in enumerate(tensors_in(result, [])):
+                base = bases[0] if len(bases) == 1 else bases[i] if i < len(bases) else None
+                if isinstance(v, GlobalTensor) and isinstance(base, GlobalTensor):
+                    v = RemoteView.of(v._local, v._spec, base, taken_of(base, len(views)))
+                views.append(v)
         return replaced(made, iter(views))
 
 

@@ -485,7 +485,7 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
         self._spec,
     )
     if memory_format is torch.preserve_format:
-        copy_noted_strides(self, out)
+        copy_noted_order(self, out)
     return identify_copy(out, self)
 
 
@@ -593,6 +593,8 @@ def turned(name: str) -> Callable[..., GlobalTensor]:
         if isinstance(out, RemoteView) and not alone:
             self.__class__ = RemoteView  # type: ignore[assignment]  # a view of its former value
             self.rebind(out._local, out.__dict__["_origin"])  # type: ignore[attr-defined]
+            if "_untracked" in out.__dict__:
+                self.__dict__["_untracked"] = True
         else:
             self._local = out._local
         return self

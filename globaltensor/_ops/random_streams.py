@@ -51,6 +51,7 @@ __all__ = [
     "RandomFill",
     "advance_key",
     "draw_global",
+    "fill_in_order",
     "fill_local",
     "owns_value",
     "part",
@@ -333,7 +334,7 @@ def fill_local(spec: Spec, fill: RandomFill, generator: torch.Generator | None =
     rank, device = world().rank, _device(spec)
     inside = spec.placement.coordinate(rank) is not None
     if device is None:
-        return placeholder(spec)
+        return _drawn_elsewhere(spec, generator)
     everything = inside and spec.local_shape(rank) == tuple(spec.shape)
     if everything or device.type != "cpu" or spec.numel < BLOCK or not fill.in_blocks(spec.dtype):
         return draw_global(
@@ -358,9 +359,30 @@ def draw_global(
     """Return this rank's shard of the tensor that ``whole()`` draws at once."""
     device = _device(spec)
     if device is None:
-        return placeholder(spec)
+        return _drawn_elsewhere(spec, generator)
     with _prepared_fill(device, generator, spec):
         return part(whole(), spec)
+
+
+def fill_in_order(
+    spec: Spec, fill: RandomFill, strides: Sequence[int], generator: torch.Generator | None
+) -> Tensor:
+    """Return this rank's new local tensor of a tensor with these strides that ``fill`` fills.
+
+    torch draws in memory order, so the full tensor is drawn. The local tensor has the same order of
+    dims.
+    """
+    device = _device(spec)
+    if device is None:
+        return _drawn_elsewhere(spec, generator)
+    local = draw_global(
+        spec, lambda: fill(_empty_strided(spec, strides, device), generator), generator
+    )
+    if local.shape == spec.shape:
+        return local
+    order = sorted(range(local.dim()), key=lambda d: (-strides[d], d))
+    inverse = sorted(range(local.dim()), key=order.__getitem__)
+    return local.permute(order).contiguous().permute(inverse)
 
 
 def part(whole: Tensor, spec: Spec) -> Tensor:
@@ -437,6 +459,15 @@ def _device(spec: Spec) -> torch.device | None:
         if spec.placement.coordinate(world().rank) is None:
             return None
         raise
+
+
+def _drawn_elsewhere(spec: Spec, generator: torch.Generator | None) -> Tensor:
+    """Return the placeholder of a rank without a generator, which agrees on the seed all the same.
+
+    The agreement is collective among all ranks of the world."""
+    if generator is None:
+        agree_on_seed()
+    return placeholder(spec)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ here. `torch.load` may read the classes that global tensors are made of.
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import os
@@ -20,6 +21,7 @@ from .._base.atomic_file import Replacement
 from .._base.patches import patch
 from .._base.pytree import replaced, tensors_in
 from .._base.user_code import user_line
+from ..distributed.network import machine_name
 from ..distributed.world import placeholder, world
 from ..errors import DivergenceError, PartError, SbpError, WorldError
 from ..sharding.placement import Placement
@@ -27,7 +29,7 @@ from ..sharding.sbp import Sbp, broadcast
 from ..sharding.spec import Spec, _rebuild_spec, _rebuild_storage_spec
 from .global_tensor import GlobalTensor
 from .pending_tensor import local_of
-from .serialization import GATHERED, rebuild_global_tensor
+from .serialization import GATHERED, SHARD_WRITTEN, rebuild_global_tensor
 from .storage import is_whole
 
 __all__ = ["load", "save"]
@@ -49,7 +51,8 @@ def save(
     holds full values, which plain PyTorch reads too.
 
     Without it, each rank that calls writes its own local tensor of each global tensor. The file is
-    for the same rank of a world of the same size. Name files by rank then.
+    for the same rank of a world of the same size. Name files by rank then: a rank that would
+    replace another rank's file by other shards raises WorldError.
 
     A file at a path is replaced when the new one is complete: until then the old one stays.
     ``save_as_external_data`` is OneFlow's and has no effect: torch's files can be mapped as they
@@ -59,8 +62,11 @@ def save(
         if not isinstance(f, (str, os.PathLike)):
             torch.save(obj, f, *args, **options)
             return
-        sink = _Sink(f)
-        sink.take(obj, *args, **options)
+        sink, token = _Sink(f), SHARD_WRITTEN.set(functools.partial(_claim, f))
+        try:
+            sink.take(obj, *args, **options)
+        finally:
+            SHARD_WRITTEN.reset(token)
         if sink.error is not None:
             raise sink.error from None
         return
@@ -84,6 +90,32 @@ def save(
         raise WorldError(
             f"save: rank {global_dst_rank} could not write the file: {next(filter(None, errors))}"
         )
+
+
+def _claim(path: str | os.PathLike[str], rank: int, shard: str) -> None:
+    """Raise WorldError if a rank of this machine has written other shards to a path.
+
+    The path is recorded in the store through which the ranks have met. Other ranks take no part: a
+    rank may save alone.
+    """
+    store = getattr(world(), "store", None)
+    if store is None:
+        return
+    try:
+        key = f"globaltensor/shards/{machine_name()}{os.path.realpath(path)}"
+        first = store.compare_set(key, "", f"{rank} {shard}").decode()
+    except (RuntimeError, NotImplementedError):  # the rank that served the store has ended
+        return
+    other, _, other_shard = first.partition(" ")
+    if other_shard == shard:
+        return
+    raise WorldError(
+        f"{user_line()}\nsave: rank {rank} would replace what rank {other} has written to "
+        f"{os.fspath(path)!r}: without global_dst_rank each rank writes its own shards, and "
+        f"these ranks hold different ones. Name the files by rank, with flow.env.get_rank() in "
+        f"the path. Or call flow.save(obj, path, global_dst_rank=0) on every rank: rank 0 then "
+        f"writes the full values, which any layout can load"
+    )
 
 
 def _check_same_save(obj: Any, target: Any, pickle_module: Any) -> None:

@@ -18,6 +18,7 @@ from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 from .history import GRADIENT, identify_copy, record, record_together
+from .strides import note_of, note_order
 
 __all__ = ["clear_grads", "get_grad", "local_grad", "place_grad", "set_grad"]
 
@@ -46,6 +47,8 @@ def get_grad(x: GlobalTensor) -> GlobalTensor | None:
         wrapped = GlobalTensor.wrap(
             local, spec if spec.dtype is local.dtype else spec.replace(dtype=local.dtype)
         )
+        if (note := note_of(x)) is not None:
+            note_order(wrapped, note.strides)  # torch gives a gradient the strides of its leaf
     wrapped._serial = hash((x._serial, GRADIENT))
     x.__dict__["_kept_grad"] = (local, wrapped)
     return wrapped

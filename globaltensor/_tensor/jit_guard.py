@@ -1,4 +1,4 @@
-"""``torch.jit`` and ``make_fx`` on global tensors: a refusal that names what works instead.
+"""``torch.jit``, ``make_fx`` and AOTAutograd on global tensors: refusals that name what works.
 
 A TorchScript program has plain tensors only. Tracing would read a global tensor's memory, and
 scripting would copy local tensors without their layout. Inside a program no function of torch is
@@ -95,6 +95,22 @@ def _refusing_make_fx(make_fx: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def _refusing_inputs(process_inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse the inputs of a function that AOTAutograd compiles.
+
+    The graph would hold what this library does for the layouts of the first call, and run it for
+    those of all later ones.
+    """
+
+    @functools.wraps(process_inputs)
+    def run(flat_args: Any, *args: Any, **options: Any) -> Any:
+        if any(isinstance(t, GlobalTensor) for t in flat_args):
+            raise _refusal("AOTAutograd (functorch.compile)", "an input")
+        return process_inputs(flat_args, *args, **options)
+
+    return run
+
+
 def _refusing_call(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
@@ -119,6 +135,7 @@ def install() -> None:
     patch("torch._C:ScriptFunction.__call__", _refusing_call)
     patch("torch._C:ScriptMethod.__call__", _refusing_call)
     patch("torch.fx.experimental.proxy_tensor:make_fx", _refusing_make_fx)
+    patch("torch._functorch.aot_autograd:process_inputs", _refusing_inputs)
 
 
 install()

@@ -9,7 +9,7 @@ may be read by any rank, of a world of any size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -27,10 +27,16 @@ from .history import COPY
 from .set_data import set_requires_grad
 from .storage import is_whole
 
-__all__ = ["GATHERED", "rebuild_global_tensor", "reduce_ex", "remade"]
+__all__ = ["GATHERED", "SHARD_WRITTEN", "rebuild_global_tensor", "reduce_ex", "remade"]
 
 #: The rank that writes full values (checkpoint.save).
 GATHERED: ContextVar[int | None] = ContextVar("globaltensor_gathered", default=None)
+
+#: Called with (rank, shard) of the first tensor of which a rank writes only a shard
+#: (checkpoint.save).
+SHARD_WRITTEN: ContextVar[Callable[[int, str], None] | None] = ContextVar(
+    "globaltensor_shard_written", default=None
+)
 
 #: The header of a local tensor in a pickle: see `_header`.
 _Header = Mapping[str, Any]
@@ -50,6 +56,9 @@ def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
         return (
             torch.nn.Parameter(whole, self.requires_grad) if is_parameter else whole
         ).__reduce_ex__(protocol)
+    if (written := SHARD_WRITTEN.get()) is not None and not is_whole(self._spec, world().rank):
+        SHARD_WRITTEN.set(None)
+        written(world().rank, _shard(self._spec, world().rank))
     local = self._local.detach()
     held = local if local.is_meta else local.cpu()
     return rebuild_global_tensor, (
@@ -59,6 +68,14 @@ def reduce_ex(self: GlobalTensor, protocol: Any) -> Any:
         is_parameter,
         self._reduce_dtype,
     )
+
+
+def _shard(spec: Spec, rank: int) -> str:
+    """Return a text that is equal on the ranks that hold the same shard of a tensor."""
+    where = spec.placement.coordinate(rank)
+    if where is None:
+        return "nothing"
+    return str([c for c, e in zip(where, spec.layout, strict=True) if not e.is_broadcast])
 
 
 def rebuild_global_tensor(

@@ -47,8 +47,8 @@ def set_requires_grad(self: GlobalTensor, value: bool, maybe_alone: bool = False
     is not that of the global one. ``maybe_alone``: other ranks may not be making the leaf (a file
     that is read, a copy).
     """
-    if value and isinstance(self, RemoteView) and self._local.is_leaf:
-        self.detach_from_base()
+    if value and isinstance(self, RemoteView) and not self._local.requires_grad:
+        self.keep_as_leaf()
     layout = [broadcast if e.is_partial and e is not partial_sum else e for e in self._spec.layout]
     if value and self._local.is_leaf and layout != list(self._spec.layout):
         whole = self._spec.replace(layout=layout)

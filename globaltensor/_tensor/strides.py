@@ -45,11 +45,13 @@ __all__ = [
     "local_strides_tell",
     "memory_order",
     "note_of",
+    "note_order",
     "note_strides",
     "part_tells",
     "permutes",
     "results",
     "stride",
+    "strides_like",
 ]  # fmt: skip
 
 
@@ -138,9 +140,36 @@ def copy_noted_strides(source: GlobalTensor, other: GlobalTensor) -> None:
 
 
 def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
-    """Note for ``other``, a copy of ``source``, the same order of dims, without gaps."""
+    """Note for ``other``, a copy of ``source``, the strides that torch gives a copy.
+
+    A copy has no gaps, and each of its elements has a place of its own.
+    """
     if (found := note_of(source)) is not None:
-        note_strides(other, Note(_drop_gaps(source.shape, found.strides), found.exact))
+        strides = _strides_of_copy(_meta_with_strides(source, found.strides))
+        note_strides(other, Note(strides, found.exact and strides == found.strides))
+
+
+def _strides_of_copy(x: torch.Tensor) -> tuple[int, ...]:
+    """Return the strides of a new tensor like ``x``, which is on the meta device."""
+    # on this device torch makes a dense tensor with a dim of size 1 row-major
+    return (x if _is_dense(x) else torch.empty_like(x)).stride()
+
+
+def strides_like(x: GlobalTensor) -> tuple[int, ...] | None:
+    """Return the strides of a new tensor like ``x`` on one device.
+
+    Return None for row-major, or where a rank outside the placement does not know the strides.
+    """
+    if not x.numel() or len(x._spec.placement.flat) < world().size:
+        return None
+    strides = _strides_of_copy(_meta_with_strides(x, device_strides(x)))
+    return None if strides == by_rows(x.shape) else strides
+
+
+def note_order(x: GlobalTensor, strides: tuple[int, ...]) -> None:
+    """Note the strides of a new tensor on one device, if its local tensors may not show them."""
+    if strides_ambiguous(x._spec.plain) or has_single_element_parts(x._spec.plain):
+        note_strides(x, Note(strides, False))
 
 
 def forget_note(x: GlobalTensor) -> None:

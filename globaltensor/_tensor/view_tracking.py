@@ -24,6 +24,7 @@ from ..distributed.world import world
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
+from .gradients.reducer import observe_gradients
 from .pending_tensor import PendingTensor
 from .strides import copy_noted_strides, device_strides
 
@@ -77,11 +78,16 @@ def mark_written(x: Any) -> None:
         x._memory.writes += 1
 
 
-_UNTRACKED_VIEW = (  # torch's words
-    "A view was created in no_grad mode and is being modified inplace with grad mode enabled. "
-    "Given that this use case is ambiguous and error-prone, it is forbidden. You can clarify your "
-    "code by moving both the view and the inplace either both inside the no_grad block (if you "
-    "don't want the inplace to be tracked) or both outside (if you want the inplace to be tracked)."
+_AMBIGUOUS = (  # torch's words
+    " with grad mode enabled. Given that this use case is ambiguous and error-prone, it is "
+    "forbidden. You can clarify your code by moving both the view and the inplace either both "
+    "inside the no_grad block (if you don't want the inplace to be tracked) or both outside (if "
+    "you want the inplace to be tracked)."
+)
+_UNTRACKED_WRITE = "A view was created in no_grad mode and is being modified inplace" + _AMBIGUOUS
+_UNTRACKED_READ = (
+    "A view was created in no_grad mode and its base or another view of its base has been "
+    "modified inplace" + _AMBIGUOUS
 )
 #: (an alias of the base that no other code changes; the function that computes the view of it; the
 #: index where that is ``source[index]``; True if gradients were recorded).
@@ -108,17 +114,36 @@ class RemoteView(PendingTensor):
 
         ``index``: the index where that is ``source[index]``.
         """
-        # The alias has a gradient only where the view has one: it must not keep alive the graph of
-        # its base.
-        origin = alias_of(source, not local.requires_grad), taken, index, torch.is_grad_enabled()
+        # The alias of a base without a graph follows it, because a later write may give the base
+        # one. A view without gradient must not keep alive the graph that its base has.
+        detached = not local.requires_grad and source.requires_grad and not source.is_leaf
+        origin = alias_of(source, detached), taken, index, torch.is_grad_enabled()
         out = torch_private.make_wrapper(
             RemoteView, spec.shape, dtype=spec.dtype, device=local.device
         )
         link_alias(source, out)
         out._spec, out._serial = spec, 0
-        out.rebind(local, origin)
-        if not torch.is_grad_enabled() and source.requires_grad:
+        if not torch.is_grad_enabled() and (local.is_floating_point() or local.is_complex()):
             out.__dict__["_untracked"] = True
+            if source.requires_grad:
+                local = _untracked_copy(local)
+        out.rebind(local, origin)
+        return cast(GlobalTensor, out)
+
+    def alias(self, detached: bool) -> GlobalTensor:
+        """Return another tensor that is the same view."""
+        source, taken, index, grad = self.__dict__["_origin"]
+        local = self._local.detach() if detached else self._local
+        out = torch_private.make_wrapper(
+            RemoteView, self._spec.shape, dtype=self._spec.dtype, device=local.device
+        )
+        link_alias(self, out)
+        out._spec, out._serial = self._spec, self._serial
+        if detached:
+            source, grad = alias_of(source, detached=True), False
+        elif "_untracked" in self.__dict__:
+            out.__dict__["_untracked"] = True
+        out.rebind(local, (source, taken, index, grad))
         return cast(GlobalTensor, out)
 
     def rebind(self, local: torch.Tensor, origin: Origin) -> None:
@@ -145,17 +170,33 @@ class RemoteView(PendingTensor):
                         why="a view of what was written into",
                         alias=False,
                     )
+            stored, untracked = self._stored, "_untracked" in self.__dict__
+            if not grad and not untracked:
+                # it was detached: on some ranks it may be a view, which autograd would refuse to
+                # write into
+                local = local.detach()
+            if untracked and not stored.requires_grad and source.requires_grad:
+                stored = _untracked_copy(local)  # the write gave its base a graph
+            if stored.requires_grad and (
+                untracked or (stored.is_leaf and not source.requires_grad)
+            ):
+                # autograd knows the view by this local tensor, and counts the write as its own
+                with torch.no_grad():
+                    local = stored.copy_(local)
+            if stored is not local and stored.retains_grad and local.grad_fn is not None:
+                local.retain_grad()  # torch keeps the gradient of a tensor's last version
+                observe_gradients(local)
             self.rebind(local, origin)
         return self
 
     @property
     def requires_grad(self) -> bool:
         """True if autograd tracks the view. The answer needs no update of its values."""
-        if not self._is_pending():
-            return bool(self._stored.requires_grad)
-        source, _, _, grad = self.__dict__["_origin"]
+        stored, untracked = self._stored, "_untracked" in self.__dict__
+        if stored.requires_grad and (untracked or not self._is_pending() or stored.is_leaf):
+            return True
         differentiable = self.is_floating_point() or self.is_complex()
-        return bool(grad and differentiable and source.requires_grad)
+        return bool(differentiable and self.__dict__["_origin"][0].requires_grad)
 
     @requires_grad.setter
     def requires_grad(self, value: bool) -> None:
@@ -163,9 +204,20 @@ class RemoteView(PendingTensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
+        """True if no operation with a gradient made the view. Its values need no update for that.
+
+        Raises RuntimeError where torch does: for a view that was made without gradients, whose base
+        was written into.
+        """
         if not self._is_pending():
             return bool(self._stored.is_leaf)
-        return not self.requires_grad
+        if "_untracked" in self.__dict__ and self.requires_grad:
+            raise RuntimeError(_UNTRACKED_READ)
+        return not self.__dict__["_origin"][0].requires_grad
+
+    def keep_as_leaf(self) -> None:
+        """Give the view its own memory, which becomes a leaf. It still follows its base."""
+        self._local = self._local.detach().clone()
 
     def detach_origin(self) -> None:
         """Detach the view and its base from the graph."""
@@ -186,10 +238,15 @@ class RemoteView(PendingTensor):
 
         Raises RuntimeError where torch does: for a view without gradients of a base that has some,
         and a write for which gradients are recorded."""
-        if "_untracked" in self.__dict__ and torch.is_grad_enabled():
-            raise RuntimeError(_UNTRACKED_VIEW)
         local = self._stored
         source, taken, index, _ = origin = self.__dict__["_origin"]
+        if (
+            "_untracked" in self.__dict__
+            and torch.is_grad_enabled()
+            and (local.requires_grad or source.requires_grad)
+        ):
+            self._local = local.detach()
+            raise RuntimeError(_UNTRACKED_WRITE)
         # a copy: the local tensors of the view and of its base may overlap on some rank
         value = GlobalTensor.wrap(local.clone(), self._spec)
         if index is not None:
@@ -205,6 +262,18 @@ class RemoteView(PendingTensor):
                 return
             source.copy_(source.put(shown, value))
         self.rebind(local, origin)
+
+
+def _untracked_copy(local: torch.Tensor) -> torch.Tensor:
+    """Return a copy that autograd takes for a view made without gradients of a base with some.
+
+    So torch itself answers and refuses as it does for a view on one device.
+    """
+    if torch.is_inference_mode_enabled():
+        return local
+    base = local.detach().clone().requires_grad_()
+    with torch.no_grad():
+        return base.view_as(base)
 
 
 def _with_view_written(
@@ -257,15 +326,9 @@ def _copy_with_changes(source: GlobalTensor, shown: Any, value: Any, before: Any
 
 def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     """Return another tensor that is an alias of ``x``."""
-    local = x._local.detach() if detached else x._local
     if isinstance(x, RemoteView):
-        source, taken, index, _ = x.__dict__["_origin"]
-        with torch.set_grad_enabled(not detached):
-            view = RemoteView.of(local, x._spec, source, taken, index)
-        if detached:
-            view.__dict__.pop("_untracked", None)
-        view._serial = x._serial
-        return view
+        return x.alias(detached)
+    local = x._local.detach() if detached else x._local
     # (torch.nn.Parameter requires that a detached tensor has the same class.)
     out = (
         GlobalTensor.without_slots(local, x._spec)

@@ -58,9 +58,11 @@ def box(
 
 def _run(route: BoxingPlan, local: Tensor, alias: bool, why: str) -> Tensor:
     out = run(route, local, why)
-    if not alias and out.numel() and storage_key(out) == storage_key(local):
+    if alias:
+        return out
+    if out.numel() and storage_key(out) == storage_key(local):
         return out.clone(memory_format=torch.contiguous_format)
-    return out
+    return out.contiguous()  # as the clone on the rank whose value stays
 
 
 def _run_differentiable(

@@ -165,7 +165,8 @@ def _mask(move: Move, rank: int) -> Step | None:
     # For a max or min every rank may hold the value. For a sum (or norm) only one rank may.
     where, layout = move.dst.placement._coordinates[rank], move.dst.layout
     if any(where[a] and layout[a].reduce not in ("max", "min") for a in move.axes):
-        return lambda t, this_world: torch.zeros_like(t, memory_format=torch.contiguous_format)
+        # The rank whose value stays keeps its strides, and all ranks tell the same strides.
+        return lambda t, this_world: torch.zeros_like(t)
     return None
 
 

@@ -25,6 +25,7 @@ __all__ = [
     "gloo_hint",
     "interface_of",
     "is_here",
+    "machine_name",
     "own_address",
 ]
 
@@ -188,3 +189,11 @@ def _addresses(interface: str) -> set[ipaddress.IPv4Address | ipaddress.IPv6Addr
             if name == interface:
                 addresses.add(ipaddress.IPv6Address(bytes.fromhex(address)))
     return addresses
+
+
+def machine_name() -> str:
+    """Return this machine's name and, on Linux, its boot id, which differs between machines."""
+    try:
+        return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        return socket.gethostname()

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,7 +20,7 @@ from .._base import torch_private
 from ..errors import WorldError
 from .backends.select import backend_names, missing_requirement, register_backend, select_backend
 from .cluster_env import Detected, detect
-from .network import choose_gloo_interface, gloo_hint
+from .network import choose_gloo_interface, gloo_hint, machine_name
 from .world import ProcessWorld, meeting, reset_world, running, world
 from .world import timeout as default_timeout
 
@@ -154,20 +152,12 @@ def _serve_store(url: str | None) -> Iterator[None]:
 def _find_nodes(this_world: ProcessWorld) -> None:
     """Exchange host names to find which ranks share a machine. No launcher has provided that."""
     hosts = this_world.comm(tuple(range(this_world.size))).all_gather_object(
-        _host(), "init_process_group"
+        machine_name(), "init_process_group"
     )
     this_world.local_rank, this_world.node_size = (
         hosts[: this_world.rank].count(hosts[this_world.rank]),
         len(set(hosts)),
     )
-
-
-def _host() -> str:
-    """Return this machine's name and, on Linux, its boot id, which differs between machines."""
-    try:
-        return socket.gethostname() + Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return socket.gethostname()
 
 
 def _rendezvous_arguments(

@@ -450,7 +450,7 @@ import globaltensor as flow, globaltensor.distributed as dist
 from globaltensor.distributed import process_groups
 
 def work(rank, store):
-    process_groups._host = lambda: "ab"[rank // 2]  # two machines with two ranks, and one rank
+    process_groups.machine_name = lambda: "ab"[rank // 2]  # two machines with two ranks, and one rank
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
     told = [None] * 3
     dist.all_gather_object(told, (flow.env.get_rank(), flow.env.get_local_rank(), flow.env.get_node_size()))

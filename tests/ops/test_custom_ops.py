@@ -408,6 +408,17 @@ def test_what_operators_write_into_arguments() -> None:
 
 library.define("add_one_(Tensor(a!) x) -> ()")
 library.define("rest(Tensor(a) x) -> Tensor(a)")
+library.define("second(Tensor x, Tensor(a) y) -> Tensor(a)")
+library.define("row_and_sum(Tensor(a) x) -> (Tensor(a), Tensor)")
+library.define("rows_of_all(Tensor(a)[] x) -> Tensor(a)[]")
+DEFINED_VIEWS: dict[str, Any] = {
+    "second": lambda x, y: y[1:],
+    "row_and_sum": lambda x: (x[1], x.sum(0)),
+    "rows_of_all": lambda x: [t[1] for t in x],
+}
+for _name, _function in DEFINED_VIEWS.items():
+    library.impl(_name, _function, "CPU")
+    torch.library.register_fake(f"{SPACE}::{_name}", _function, lib=library)
 library.impl("add_one_", lambda x: [x.add_(1), None][1], "CPU")
 library.impl("rest", lambda x: x[1:], "CPU")
 torch.library.register_fake(f"{SPACE}::add_one_", lambda x: None, lib=library)
@@ -438,6 +449,34 @@ def test_what_is_written_into_the_view_of_an_operator_is_in_its_base() -> None:
         same(x, want)
         x.add_(1)
         same(rest, want[1:] + 1)
+
+
+def _written_views(call: Any, make: Any) -> list[Any]:
+    """Return the tensors after writes into the results of operators, and the results after writes
+    into the tensors."""
+    x, y = make(), make()
+    view = call("second", x, y)
+    view.mul_(2)
+    row, total = call("row_and_sum", x)
+    row.add_(1)
+    total.mul_(3)
+    first, second = call("rows_of_all", [x, y])
+    second.sub_(5)
+    found = [t.numpy().tolist() for t in (x, y, view, row, total, first, second)]
+    x.add_(1)
+    y.mul_(2)
+    return found + [t.numpy().tolist() for t in (x, y, view, row, total, first, second)]
+
+
+@on()
+def test_a_result_is_a_view_of_the_argument_that_its_schema_names() -> None:
+    want = _written_views(lambda name, *args: DEFINED_VIEWS[name](*args), lambda: values(4, 3))
+    for sbp in (B, S(0), S(1), P):
+        found = _written_views(
+            lambda name, *args: getattr(DEFINED, name)(*args),
+            lambda sbp=sbp: laid_out(values(4, 3), [sbp]),  # type: ignore[misc]
+        )
+        torch.testing.assert_close(found, want)
 
 
 @on()

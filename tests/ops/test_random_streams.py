@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from support.pool import run_on
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,7 @@ from globaltensor._ops import random_streams as draws
 from globaltensor._ops.random_streams import RandomFill, advance_key, fill_local, run
 from globaltensor.distributed.communicator import Communicator
 from globaltensor.distributed.simulate import simulate
-from globaltensor.distributed.world import set_world
+from globaltensor.distributed.world import set_world, world
 from globaltensor.distributed.world_base import World
 from globaltensor.errors import InplaceError
 from globaltensor.sbp import Sbp, broadcast, partial_sum, split
@@ -544,3 +545,21 @@ def test_cuda_streams() -> None:
     own = torch.Generator("cuda").manual_seed(5)
     c = run(torch.rand, (8,), {"generator": own, "device": "cuda"}, (0,))
     assert not torch.equal(run(torch.rand, (8,), {"generator": own, "device": "cuda"}, (0,)), c)
+
+
+def seed_agreed_without_device() -> bool:
+    """Draw for rank 0 in a world whose rank 1 lacks the device, and has no generator for it."""
+    agreement = world().state(draws.SeedAgreement)
+    device, agreement.done = draws._device, False
+    try:
+        if flow.env.get_rank() == 1:
+            draws._device = lambda spec: None
+        x = flow.rand(3, placement=flow.placement("cpu", [0]), sbp=flow.sbp.broadcast)
+    finally:
+        draws._device = device
+    assert x.shape == (3,)
+    return bool(agreement.done)
+
+
+def test_a_rank_without_the_device_agrees_on_the_seed() -> None:
+    assert run_on(2, seed_agreed_without_device) == [True, True]

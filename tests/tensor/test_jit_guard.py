@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import aot_function, aot_module, nop
 from support.pool import run_on
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -51,6 +52,10 @@ def refusals(linear: Any, scripted: Any) -> None:
         r"make_fx cannot hold global tensors, and an argument is one": (
             lambda: make_fx(lambda t: t * 2)(x)
         ),
+        r"AOTAutograd \(functorch.compile\) cannot hold global tensors, and an input is one": (
+            lambda: aot_function(doubled, fw_compiler=nop)(x)
+        ),
+        r"AOTAutograd .* and an input": lambda: aot_module(model, fw_compiler=nop)(x),
         r"torch.jit.trace cannot hold global tensors, and its tensor weight is one": (
             lambda: torch.jit.trace(model, (torch.ones(4, 3),))
         ),
@@ -94,3 +99,4 @@ def test_plain_tensors_work() -> None:
     assert torch.jit.script(doubled)(x).sum() == 24.0
     assert torch.jit.trace(doubled, (x,))(-x).sum() == -24.0
     assert make_fx(doubled)(x)(-x).sum() == -24.0
+    assert aot_function(doubled, fw_compiler=nop)(x).sum() == 24.0

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import globaltensor as flow
 from globaltensor.distributed.world import world
-from globaltensor.errors import DivergenceError, PartError
+from globaltensor.errors import DivergenceError, PartError, WorldError
 
 B, S = flow.sbp.broadcast, flow.sbp.split
 
@@ -115,3 +115,32 @@ def alone(folder: str) -> None:
 
 def test_a_checkpoint_without_some_shards_is_refused(tmp_path: Path) -> None:
     run_on(2, alone, str(tmp_path))
+
+
+def one_path_for_two_shards(folder: str) -> tuple[str, str]:
+    """Save without ``global_dst_rank``. Rank 0 has written when rank 1 does."""
+    rank, path, x = flow.env.get_rank(), f"{folder}/shards.pt", rows()
+    flow.save({"x": x}, f"{folder}/{rank}.pt")
+    flow.save({"x": x}, f"{folder}/{rank}.pt")  # a rank may replace its own file
+    flow.save({"x": x.to_global(sbp=B)}, f"{folder}/replicated.pt")  # all ranks may read this file
+    said = ""
+    for turn in range(2):
+        if turn == rank:
+            try:
+                flow.save({"x": x}, path)
+            except WorldError as error:
+                said = str(error)
+        torch.distributed.barrier()
+    own = torch.load(path) if rank == 0 else torch.load(f"{folder}/1.pt")
+    assert torch.equal(own["x"].to_local(), x.to_local())
+    return said, path
+
+
+def test_a_rank_does_not_replace_the_shards_of_another(tmp_path: Path) -> None:
+    (first, path), (second, _) = run_on(2, one_path_for_two_shards, str(tmp_path))
+    assert first == ""
+    assert re.match(
+        r"test_same_files.py:\d+: flow.save\(\{.x.: x\}, path\)\nsave: rank 1 would replace what "
+        rf"rank 0 has written to '{path}': .*Name the files by rank.*global_dst_rank=0",
+        second,
+    )

@@ -46,6 +46,9 @@ PROGRAMS: dict[str, Callable[[Any], Any]] = {
     "t_": lambda x: x.clone().t_() if x.dim() == 2 else x,
     "sum": lambda x: x + 1,
     "clone": lambda x: x.clone(),
+    "clone of expanded": lambda x: x[:1].expand(5, *x.shape[1:]).clone(),
+    "clone of spread": lambda x: x[:, :1].expand(x.shape).clone(),
+    "clone of columns": lambda x: x[:, 1:].transpose(0, 1).transpose(0, 1).clone(),
     "real part": lambda x: torch.complex(x, x).real,
     "imaginary part": lambda x: torch.complex(x, x).imag,
     "resolved": lambda x: torch.complex(x, x).conj().imag.resolve_neg(),
@@ -451,3 +454,80 @@ def test_a_view_in_the_same_shape_is_a_view_of_the_local_tensor(axes: int) -> No
         for shape in own_shapes(axes):
             want += [(data(shape) + 4).tolist(), [2.0 * torch.Size(shape).numel()]]
     assert run_on(2 * axes, views_in_own_shape, axes) == [want] * 2 * axes
+
+
+LIKES: dict[str, Callable[[Any], Any]] = {
+    "empty": torch.empty_like,
+    "zeros": torch.zeros_like,
+    "full": lambda x: torch.full_like(x, 2.0),
+    "ones of another dtype": lambda x: torch.ones_like(x, dtype=torch.float64),
+    "rand": torch.rand_like,
+    "randn": torch.randn_like,
+    "randint": lambda x: torch.randint_like(x, 0, 50),
+    "rand by rows": lambda x: torch.rand_like(x, memory_format=torch.contiguous_format),
+}
+LIKE_WHAT: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "t": lambda x: x.t(),
+    "t of columns": lambda x: x[:, 1:].t(),
+    "t of rows": lambda x: x[1:].t(),
+    "expanded": lambda x: x[:1].t().expand(x.shape[1], 4),
+}
+
+
+def made_like(make: Callable[..., Any]) -> list[Any]:
+    """Return the strides of new tensors like a view, and the random numbers in them."""
+    out = []
+    for shape in ((5, 3), (3, 2), (4, 2)):
+        for like in LIKES.values():
+            for what in LIKE_WHAT.values():
+                x = what(make(*shape))
+                torch.manual_seed(3)
+                y = like(x)
+                numbers = y.numpy().tolist() if like is not torch.empty_like else None
+                # the stride of a dim of size 1 says nothing
+                strides = [s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
+                out.append((strides, y.is_contiguous(), numbers))
+    return out
+
+
+def made_like_on_ranks() -> list[list[Any]]:
+    placement = flow.placement.all("cpu")
+    return [
+        made_like(
+            lambda *shape, sbp=sbp: torch.zeros(shape).to_global(placement, B).to_global(sbp=sbp)
+        )  # type: ignore[attr-defined]
+        for sbp in (B, S(0), S(1))
+    ]
+
+
+def test_a_tensor_made_like_another_has_its_memory_order() -> None:
+    """Random numbers are drawn in memory order, so they depend on it too."""
+    want = made_like(lambda *shape: torch.zeros(shape))
+    for found in run_on(2, made_like_on_ranks):
+        assert found == [want] * 3
+
+
+def gradient_strides(make: Callable[[], Any]) -> list[Any]:
+    """Return the strides of the gradients of transposed leaves."""
+    first, second = make().t().clone().detach().requires_grad_(), make().requires_grad_()
+    second.data = make().t()
+    out = []
+    for leaf in (first, second):
+        (leaf * leaf).sum().backward()
+        out.append((leaf.grad.stride(), leaf.grad.is_contiguous(), leaf.grad.numpy().tolist()))
+    return out
+
+
+def gradient_strides_on_ranks() -> list[list[Any]]:
+    placement, square = flow.placement.all("cpu"), torch.arange(9.0).view(3, 3)
+    return [
+        gradient_strides(lambda sbp=sbp: square.to_global(placement, B).to_global(sbp=sbp).detach())  # type: ignore[attr-defined,misc]
+        for sbp in (B, S(0), S(1), flow.sbp.partial_sum)
+    ]
+
+
+def test_a_gradient_has_the_strides_of_its_leaf() -> None:
+    want = gradient_strides(lambda: torch.arange(9.0).view(3, 3))
+    for found in run_on(2, gradient_strides_on_ranks):
+        assert found == [want] * 4

@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.bodies import values
+from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
@@ -216,16 +217,188 @@ def test_an_optimizers_step_shows_in_views() -> None:
     simulate(2, on_ranks)
 
 
-def test_a_view_that_becomes_a_leaf_goes_its_own_way() -> None:
-    def on_ranks() -> None:
-        base = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
-        leaf = base[1].requires_grad_()
-        (leaf * 2).sum().backward()
-        base.zero_()
-        assert leaf.grad.numpy().tolist() == [2.0] * 3
-        assert leaf.detach().numpy().tolist() == [1.0] * 3
+#: Views of a tensor of 5 x 3, with a layout in which they need communication on two ranks.
+MOVED: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "row": (S(0), lambda x: x[1]),
+    "rows": (S(0), lambda x: x[2:]),
+    "row of flat": (S(1), lambda x: x.view(15)[3:6]),
+}
 
-    simulate(2, on_ranks)
+
+def _answer(ask: Callable[[], Any]) -> Any:
+    try:
+        return ask()
+    except RuntimeError as error:
+        return str(error).partition(": ")[2] or str(error)
+
+
+def _state(x: Any) -> list[Any]:
+    """Return the flags and values of a tensor, or torch's refusal of a question."""
+    return [
+        _answer(lambda: x.requires_grad),
+        _answer(lambda: x.is_leaf),
+        _answer(lambda: (x * 2).requires_grad),
+        x.detach().numpy().tolist(),
+    ]
+
+
+def _grads(loss: Any, *leaves: Any) -> list[Any]:
+    loss.backward()
+    return [None if x.grad is None else x.grad.numpy().tolist() for x in leaves]
+
+
+def _base_written(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf, base = make().requires_grad_(), make()
+    v = view(base)
+    base.mul_(leaf)
+    return [*_state(v), *_grads((v * v).sum() + (base * 3).sum(), leaf)]
+
+
+def _view_written(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf, base = make().requires_grad_(), make()
+    v, other = view(base), view(base)
+    v.mul_(view(leaf))
+    states = [*_state(v), *_state(base), *_state(other)]
+    return states + _grads((base * base).sum() + (other * other).sum() + v.sum(), leaf)
+
+
+def _view_of_view_written(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf, base = make().requires_grad_(), make()
+    v = view(base)
+    v[:1].add_(leaf.sum())
+    return [*_state(v), *_state(base), *_grads((base * base).sum() + v.sum(), leaf)]
+
+
+def _base_becomes_a_leaf(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    base = make()
+    v = view(base)
+    base.requires_grad_()
+    with torch.no_grad():
+        base.add_(1)
+    return [*_state(v), *_grads((v * 2).sum() + (base * 3).sum(), base)]
+
+
+def _detached(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf, base = make().requires_grad_(), make()
+    v, w = view(base).detach(), view(base.detach())
+    base.mul_(leaf)
+    states = [*_state(v), *_state(w)]
+    v.mul_(view(leaf))
+    return [*states, *_state(base), *_state(w), *_grads((base * 3).sum(), leaf)]
+
+
+def _gradient_retained(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+    leaf = make().requires_grad_()
+    base = leaf * 2
+    v = view(base)
+    v.retain_grad()
+    base.mul_(3)
+    return _grads((v * v).sum() + base.sum(), v, leaf)
+
+
+HISTORIES = {
+    f.__name__: f
+    for f in (
+        _base_written, _view_written, _view_of_view_written, _base_becomes_a_leaf, _detached,
+        _gradient_retained,
+    )
+}  # fmt: skip
+
+
+def _made_without_gradients(then: str, leaf: bool) -> Callable[..., list[Any]]:
+    def run(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+        weight = make().requires_grad_()
+        base = make() if then == "base gets a graph" else weight if leaf else weight * 1
+        with torch.no_grad():
+            v = view(base)
+        before = _state(v)
+        with torch.set_grad_enabled("without" not in then):
+            write = {
+                "": lambda: None,
+                "view": lambda: v.add_(1),
+                "view without": lambda: v.add_(1),
+                "base without": lambda: base.add_(1),
+                "detached": lambda: v.detach().add_(1),
+                "base gets a graph": lambda: base.add_(weight),
+                "base": lambda: base.add_(1),
+                "leaf": lambda: v.requires_grad_(),
+            }[then]
+            refused = _answer(lambda: write() is None)
+        return [before, refused, _state(v), v.detach().numpy().tolist(), base.requires_grad]
+
+    return run
+
+
+HISTORIES.update(
+    {
+        f"without gradients, {then or 'nothing'}, {'leaf' if leaf else 'computed'}": (
+            _made_without_gradients(then, leaf)
+        )
+        for then in (
+            "", "view", "view without", "base without", "detached", "base gets a graph", "base",
+            "leaf",
+        )
+        for leaf in (True, False)
+        if then not in ("base", "leaf") or leaf == (then == "leaf")
+    }
+)  # fmt: skip
+
+
+def _leaf_view(then: str) -> Callable[..., list[Any]]:
+    def run(make: Callable[[], Any], view: Callable[[Any], Any]) -> list[Any]:
+        base = make()
+        v = view(base).requires_grad_()
+        if then == "base":
+            base.add_(1)
+        elif then == "base without":
+            with torch.no_grad():
+                base.add_(1)
+        elif then == "view":
+            with torch.no_grad():
+                v.mul_(2)
+        elif then == "step":
+            (v * v).sum().backward()
+            torch.optim.SGD([v], 0.25).step()
+            v.grad = None
+        elif then == "no leaf":
+            base.add_(1)
+            v.requires_grad_(False)
+            base.add_(1)
+            return [*_state(v), *_state(base)]
+        return [*_state(v), *_state(base), *_grads((v * v).sum(), v), *_state(view(base))]
+
+    return run
+
+
+HISTORIES.update(
+    {
+        f"a leaf, {then}": _leaf_view(then)
+        for then in ("base", "base without", "view", "step", "no leaf")
+    }
+)
+
+
+def histories_on_ranks() -> list[Any]:
+    placement = flow.placement.all("cpu")
+    return [
+        run(lambda sbp=sbp: _five().to_global(placement, B).to_global(sbp=sbp).detach(), view)  # type: ignore[misc]
+        for run in HISTORIES.values()
+        for sbp, view in MOVED.values()
+    ]
+
+
+def _five() -> Any:
+    return torch.arange(15.0).view(5, 3).clone()
+
+
+def test_a_view_has_the_flags_and_gradients_of_one_device() -> None:
+    """The base or the view changes after the view was made: by a write, or into a leaf."""
+    first, second = run_on(2, histories_on_ranks)
+    assert first == second
+    found = iter(first)
+    for name, run in HISTORIES.items():
+        for view_name, (_, view) in MOVED.items():
+            assert next(found) == run(_five, view), (name, view_name)
 
 
 @pytest.mark.parametrize("sbp", [S(0), S(1), P, B], ids=str)

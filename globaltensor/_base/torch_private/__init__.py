@@ -84,6 +84,7 @@ from .operators import (
     take_along_wraps as take_along_wraps,
     twin_of_kernel as twin_of_kernel,
     unscale_gradients as unscale_gradients,
+    viewed_arguments as viewed_arguments,
     vmap_functions as vmap_functions,
     weight_norm as weight_norm,
     wrap_associative_scan as wrap_associative_scan,

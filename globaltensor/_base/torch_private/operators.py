@@ -42,6 +42,7 @@ __all__ = [
     "take_along_wraps",
     "twin_of_kernel",
     "unscale_gradients",
+    "viewed_arguments",
     "vmap_functions",
     "weight_norm",
     "wrap_associative_scan",
@@ -95,6 +96,25 @@ def kernel_views(kernel: Any) -> bool:
     return one is not None and any(
         r.alias_info is not None and not r.alias_info.is_write for r in one._schema.returns
     )
+
+
+def viewed_arguments(kernel: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+    """Return for each result of a kernel the argument that it is a view of, or None.
+
+    The schema of a list does not name the memory: it counts as that of the first argument which
+    results may be views of.
+    """
+    one = _only_overload(kernel) if isinstance(kernel, torch._ops.OpOverloadPacket) else kernel
+    memory: dict[str, Any] = {}  # keyed by the name of the memory in the schema: Tensor(a)
+    for i, argument in enumerate(one._schema.arguments):
+        if argument.alias_info is not None and (i < len(args) or argument.name in kwargs):
+            value = args[i] if i < len(args) else kwargs[argument.name]
+            memory.setdefault("", value)
+            memory.update(dict.fromkeys(argument.alias_info.before_set, value))
+    return [
+        None if r.alias_info is None else memory.get(min(r.alias_info.before_set, default=""))
+        for r in one._schema.returns
+    ]
 
 
 def _only_overload(packet: Any) -> Any:
