@@ -18,8 +18,6 @@ from support.mpi import close_mpi_pools
 from support.pool import Pool, close_pools, run_on
 from support.warm_python import close_warm_python
 
-from globaltensor._ops.shape_inference import memoized
-
 # Machines differ in speed, and the first example pays for imports. So an example has no deadline,
 # and the run has its own time limit.
 settings.register_profile("here", deadline=None, max_examples=50, derandomize=True)
@@ -67,13 +65,6 @@ def fresh_pool() -> Iterator[Callable[[int], Pool]]:
     yield make
     for each in made:
         each.close()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def inferred_outputs() -> Iterator[None]:
-    """Infer the outputs of a call once for all simulated ranks and layouts of a test file."""
-    with memoized({}):
-        yield
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ The planner calls it. If the call is invalid, PyTorch's own error is raised."""
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import re
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -37,21 +37,23 @@ _META_CLASS = re.compile(r"torch\.meta\.(\w+)")
 Found = tuple[list[torch.Tensor] | None, Any]
 
 
-_memo: contextvars.ContextVar[dict[Any, Found] | None] = contextvars.ContextVar(
-    "inferred outputs", default=None
-)
+class _ThreadMemo(threading.local):
+    memo: dict[Any, Found] | None = None
+
+
+_known = _ThreadMemo()
 
 
 @contextlib.contextmanager
 def memoized(memo: dict[Any, Found]) -> Iterator[None]:
-    """Memoize inferred outputs in ``memo`` within the block, on its simulated ranks too.
+    """Memoize inferred outputs in ``memo`` within the block.
 
     A call is run once for operands of the same shapes and dtypes, whatever their layouts."""
-    token = _memo.set(memo)
+    before, _known.memo = _known.memo, memo
     try:
         yield
     finally:
-        _memo.reset(token)
+        _known.memo = before
 
 
 def infer_outputs(
@@ -71,7 +73,7 @@ def _infer_memoized(
     func: Any, specs: Sequence[Spec], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Found:
     """Do the work of `infer_outputs`, or return what it found for the same call."""
-    known = _memo.get()
+    known = _known.memo
     if known is None or torch_private.any_autocast():
         return _try_call(func, specs, args, kwargs)
     try:
@@ -95,7 +97,7 @@ def _infer_memoized(
 def _argument_key(value: Any) -> Any:
     """Return a key of a pytree of arguments, without the values of tensors.
 
-    Numbers of different types have different keys."""
+    Numbers of different types have different keys. Raises TypeError where the call has none."""
     if isinstance(value, torch.Tensor):
         return torch.Tensor
     if isinstance(value, (tuple, list)):
@@ -103,7 +105,10 @@ def _argument_key(value: Any) -> Any:
     if isinstance(value, dict):
         return dict, *((k, _argument_key(v)) for k, v in value.items())
     if isinstance(value, slice):
-        return slice, *map(_argument_key, (value.start, value.stop, value.step))
+        bounds = value.start, value.stop, value.step
+        if any(isinstance(bound, torch.Tensor) for bound in bounds):
+            raise TypeError("the result's shape depends on the value of a bound")
+        return slice, *map(_argument_key, bounds)
     return type(value), value
 
 

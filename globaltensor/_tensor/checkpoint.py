@@ -107,7 +107,7 @@ def _claim(path: str | os.PathLike[str], rank: int, shard: str) -> None:
     except (RuntimeError, NotImplementedError):  # the rank that served the store has ended
         return
     other, _, other_shard = first.partition(" ")
-    if other_shard == shard:
+    if shard == other_shard or other == str(rank):  # its own file, now of another layout
         return
     raise WorldError(
         f"{user_line()}\nsave: rank {rank} would replace what rank {other} has written to "

@@ -160,7 +160,7 @@ def strides_like(x: GlobalTensor) -> tuple[int, ...] | None:
 
     Return None for row-major, or where a rank outside the placement does not know the strides.
     """
-    if not x.numel() or len(x._spec.placement.flat) < world().size:
+    if x.dim() < 2 or not x.numel() or len(x._spec.placement.flat) < world().size:
         return None
     strides = _strides_of_copy(_meta_with_strides(x, device_strides(x)))
     return None if strides == by_rows(x.shape) else strides

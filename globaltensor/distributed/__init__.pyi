@@ -56,8 +56,8 @@ from . import process_groups as process_groups
 from . import replicated_results as replicated_results
 from . import collectives as collectives
 from . import simulate as simulate
-from . import run as run
 from . import communication_clock as communication_clock
+from . import run as run
 from . import rdma as rdma
 from . import env as env
 from . import launcher as launcher

@@ -12,6 +12,7 @@ Progress = _TrainingProgress
 from . import memory as memory
 from . import run_trace as run_trace
 from . import training_progress as training_progress
+from . import hf_trainer as hf_trainer
 from torch.utils import ThroughputBenchmark as ThroughputBenchmark
 from torch.utils import backcompat as backcompat
 from torch.utils import backend_registration as backend_registration

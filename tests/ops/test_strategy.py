@@ -157,3 +157,13 @@ def test_calls_are_tried_once_for_the_same_shapes_and_arguments() -> None:
     before = add.calls
     assert asked(spec, 1) == asked(spec, 1) == ((4, 4), torch.int32)
     assert add.calls == before + 2
+
+
+def test_slices_that_end_at_the_value_of_a_tensor_are_tried_each_time() -> None:
+    spec = Spec.make((4, 4), torch.float32, MESH, [broadcast, broadcast])
+    x = torch.empty(4, 4)
+    with memoized({}):
+        for end in (2, 3):
+            ends = slice(None, torch.tensor(end))
+            rows = infer_outputs(torch.Tensor.__getitem__, [spec], (x, ends), {})[0]
+            assert rows is None or rows[0].shape == (end, 4)

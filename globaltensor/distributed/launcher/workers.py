@@ -26,7 +26,7 @@ _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end processes after SIGKILL
 _TAIL_LINES: Final = 12
 _LAST_LINES: Final = 4  # the lines of a traceback that have its message
-_LINE_LENGTH: Final = 160  # of a line in a report that the console has shown already
+_LINE_LENGTH: Final = 400  # of a line in a report that the console has shown already
 # Other ranks may notice a failure before the failed rank has ended, as an interpreter takes a while
 # to exit. The launcher waits so long for that rank.
 _CAUSE_SECONDS: Final = 2.0
