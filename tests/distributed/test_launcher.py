@@ -16,6 +16,7 @@ import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
 
 from globaltensor.distributed.launch import main, reserved_port
+from globaltensor.distributed.launcher.workers import LocalWorkers, Rank
 from globaltensor.errors import WorldError
 
 TELL = '(folder / f"told.{rank}").write_text(json.dumps({"arguments": sys.argv[1:], **os.environ}))'
@@ -54,6 +55,21 @@ def test_every_rank_is_told_who_it_is(
         assert variables["MASTER_ADDR"] == "127.0.0.1"
         assert 0 < int(variables["MASTER_PORT"]) < 1 << 16
         assert variables["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_rank_that_fails_while_the_launcher_looks_is_noticed(
+    script: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher asks which ranks have failed, then which are alive. All may end in between."""
+    failed = LocalWorkers.failed.fget  # type: ignore[attr-defined]
+
+    def look(team: LocalWorkers) -> list[Rank]:
+        found: list[Rank] = failed(team)
+        assert found or within(30, lambda: not team.alive)
+        return found
+
+    monkeypatch.setattr(LocalWorkers, "failed", property(look))
+    assert main(["--nproc_per_node", "2", script("time.sleep(1)\nsys.exit(3 * (rank == 0))")]) == 3
 
 
 def test_one_process_by_default(

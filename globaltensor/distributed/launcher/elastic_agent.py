@@ -152,6 +152,9 @@ class NodeAgent(SimpleElasticAgent):
         self._signals.check()
         team, watch = self._team, self._watch
         assert team is not None
+        # Asked before `failed`: a rank that fails in between still counts as alive, and is found
+        # the next time.
+        alive = bool(team.alive)
         if team.failed:
             return self._failure_result(
                 team.failed_by(
@@ -169,9 +172,9 @@ class NodeAgent(SimpleElasticAgent):
             )
             self._announce_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
-        if self._mpirun is not None and self._mpirun.died and team.alive:
+        if self._mpirun is not None and self._mpirun.died and alive:
             return self._lost_mpirun(team, self._mpirun)
-        if team.alive or not self._all_nodes_done():
+        if alive or not self._all_nodes_done():
             return RunResult(state=WorkerState.HEALTHY)
         self.code = 0
         return RunResult(
