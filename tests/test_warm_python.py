@@ -9,8 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.launched import within
-from support.warm_python import warm_python
+from support.launched import alive, within
+from support.warm_python import _Server, warm_python
+
+
+def test_no_test_ends_the_server_with_its_own_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    server = _Server()
+    try:
+        assert alive(tmp_path) == []
+    finally:
+        server.close()
 
 
 def ended(*arguments: str, text: str = "") -> tuple[int, str, str]:

@@ -24,6 +24,7 @@ import pytest
 from globaltensor.distributed.launcher import parent_death_signal
 from globaltensor.distributed.launcher.mpirun import find_mpirun, options, room
 from globaltensor.errors import WorldError
+from support.shared_environment import shared_environment
 
 from .pool import CALL_SECONDS, START_SECONDS, Pool
 
@@ -80,7 +81,7 @@ def environment(**more: str) -> dict[str, str]:
         "MASTER_PORT",
         "GLOBALTENSOR_BACKEND",
     )
-    kept = {name: value for name, value in os.environ.items() if name not in told}
+    kept = {name: value for name, value in shared_environment().items() if name not in told}
     return {
         **kept,
         "OMP_NUM_THREADS": "1",

@@ -29,6 +29,7 @@ from typing import Any
 
 from globaltensor.distributed.launch import reserved_port
 from globaltensor.distributed.launcher import parent_death_signal
+from support.shared_environment import shared_environment
 from support.warm_python import warm_python
 
 WORKER = Path(__file__).with_name("worker.py")
@@ -77,7 +78,7 @@ class Pool:
                 "MASTER_PORT": port,
             }
             variables = {
-                **os.environ,
+                **shared_environment(),
                 "OMP_NUM_THREADS": "1",
                 "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
                 **{k: str(v) for k, v in world.items()},

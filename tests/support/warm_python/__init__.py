@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from globaltensor.distributed.launcher import parent_death_signal
+from support.shared_environment import shared_environment
 
 HERE = Path(__file__).parent
 
@@ -37,7 +38,7 @@ class _Server:
         self.executable.write_text(f"#!{sys.executable} -IS\n{client}")
         self.executable.chmod(0o755)
         variables = {
-            **os.environ,
+            **shared_environment(),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
         }
