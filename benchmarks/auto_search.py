@@ -19,8 +19,8 @@ from common import keep, options, table
 from torch import Tensor, nn
 
 import globaltensor as flow
-from globaltensor.auto.intra_op.options import Options
 from globaltensor.auto.intra_op.search import search
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
 from globaltensor.sharding.placement import Placement

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from train_gpt import loss_of
 
 from globaltensor.auto.intra_op.formulate import formulate
-from globaltensor.auto.intra_op.options import Options
+from globaltensor.auto.intra_op.search_options import Options
 from globaltensor.auto.intra_op.separate_backward import Unfolded
 from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.auto.solver import solve
