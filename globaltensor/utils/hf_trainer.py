@@ -164,8 +164,7 @@ def _compute_loss(
     if count is not None and not averaged and self.args.world_size > 1:
         counted = torch.as_tensor(count, device=self.args.device)
         count = self.accelerator.gather(counted.reshape(1)).sum()
-    found = original(self, model, inputs, True, count)
-    loss, outputs = found
+    loss, outputs = original(self, model, inputs, True, count)
     if (
         averaged
         and count is not None
