@@ -75,21 +75,24 @@ def is_user_code(code: CodeType) -> bool:
     return _owner(code) == _USER
 
 
-def caller_frame() -> FrameType | None:
-    """Return the innermost frame outside this library: the user's, or of another library."""
-    frame: FrameType | None = sys._getframe(1)
+def caller_frame(start: FrameType | None = None) -> FrameType | None:
+    """Return the innermost frame outside this library: the user's, or of another library.
+
+    ``start``: the innermost frame of another thread, to search there.
+    """
+    frame: FrameType | None = start or sys._getframe(1)
     while frame is not None and _owner(frame.f_code) == _OURS:
         frame = frame.f_back
     return frame
 
 
-def user_frame() -> FrameType | None:
+def user_frame(start: FrameType | None = None) -> FrameType | None:
     """Return the innermost frame of the user's own code.
 
     If there is none, return the innermost frame of another library. Return None in a thread that
-    torch started.
+    torch started. ``start``: the innermost frame of another thread, to search there.
     """
-    frame = innermost_frame = caller_frame()
+    frame = innermost_frame = caller_frame(start)
     while frame is not None:
         if _owner(frame.f_code) == _USER:
             return frame
@@ -97,9 +100,12 @@ def user_frame() -> FrameType | None:
     return innermost_frame
 
 
-def user_line() -> str:
-    """Return the user's line as ``train.py:12: loss = model(x)``."""
-    frame = user_frame()
+def user_line(start: FrameType | None = None) -> str:
+    """Return the user's line as ``train.py:12: loss = model(x)``.
+
+    ``start``: the innermost frame of another thread, for the user's line there.
+    """
+    frame = user_frame(start)
     if frame is None:
         return "a thread of torch"
     name, number = frame.f_code.co_filename, frame.f_lineno

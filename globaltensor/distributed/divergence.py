@@ -26,8 +26,8 @@ from .._base.user_code import user_line
 from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
-    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "READING", "READING_ADVICE", "History",
-    "Purpose", "Report", "collective_of", "describe", "differs_at_end", "due",
+    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "OTHER_SIDE", "READING", "READING_ADVICE",
+    "History", "Purpose", "Report", "collective_of", "describe", "differs_at_end", "due",
     "end_record", "how_it_ended",
     "spelled",
 ]  # fmt: skip
@@ -49,6 +49,8 @@ READING_ADVICE: Final = (
     "box to broadcast first (x.to_global(sbp=broadcast) on every "
     "rank), so that each rank has the full value"
 )
+#: The last line of a rank that had to end before it knew what the others were doing.
+OTHER_SIDE: Final = "the errors of other ranks show what they were doing"
 _ADVICE: Final = (
     "Find the branch, order, number or random seed that differs between ranks. Code that only one "
     "rank runs needs plain tensors: call x.numpy() or x.to_global(sbp=broadcast).to_local() on "

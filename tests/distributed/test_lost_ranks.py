@@ -143,3 +143,40 @@ def test_a_forked_child_is_no_rank() -> None:
             rf"this process is a child that os.fork made of rank {rank}",
             text,
         ), text
+
+
+MISMATCH = """
+P, E = flow.sbp.partial_sum, x.placement
+large, small = (torch.ones(n).to_global(E, P) for n in {sizes})
+for _ in range(70):
+    large.to_global(sbp=B)
+    small.to_global(sbp=B)
+for _ in range({before}):  # the next collective is not compared before the data moves
+    large.to_global(sbp=B)
+if rank == {odd}:
+    small.to_global(sbp=B)
+else:
+    large.to_global(sbp=B)
+large.to_global(sbp=B)
+"""
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("sizes", [(64, 8), (9000, 20)])
+@pytest.mark.sweep(3)
+def test_gloo_ends_no_rank_without_a_word(tmp_path: Path, sizes: tuple[int, int], odd: int) -> None:
+    """A message that is longer than the receiver expects ends its process. Its own rank is told in
+    any case, and the other one where the store has not ended with that process."""
+    program = MISMATCH.format(sizes=sizes, odd=odd, before=5)
+    ended = ran(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY="0")
+    assert [code for code, _ in ended] == [1, 1]
+    (_, ended_by_gloo), (_, other) = ended[odd], ended[1 - odd]
+    assert "the ranks have diverged" in ended_by_gloo
+    assert "small.to_global" in ended_by_gloo
+    assert "gloo received a longer message" in ended_by_gloo
+    if odd == 1:
+        assert "the ranks have diverged" in other
+        assert "rank 1 is at all_reduce for to_global" in other
+        assert "small.to_global" in other
+    else:
+        assert "rank 0 has ended" in other

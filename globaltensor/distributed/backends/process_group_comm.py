@@ -24,10 +24,11 @@ from torch import Tensor
 
 from ..._base.refusals import no_values_message
 from ..._base.user_code import user_line
-from ...errors import PlacementError, WorldError
+from ...errors import DivergenceError, PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
-from ..divergence import READING, READING_ADVICE, collective_of, due, spelled
+from ..divergence import READING, READING_ADVICE, Report, collective_of, describe, due, spelled
 from ..world import ProcessWorld
+from . import gloo_size_mismatch
 
 __all__ = ["P2PCommunicator", "ProcessGroupCommunicator"]
 
@@ -120,6 +121,8 @@ class P2PCommunicator(Communicator):
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
         failed = f"rank {rank}: {what} among ranks {list(self.ranks)} failed: {why}"
         place = collective_of(self.world.kind, purpose)
+        if not gone and (ended := gloo_size_mismatch.peer_reports(self.world, self.ranks)):
+            return self._ended_by_gloo(ended)
         if not gone and _CLOSED.search(why):
             others = [r for r in self.ranks if r != rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
@@ -144,6 +147,14 @@ class P2PCommunicator(Communicator):
             f"torch.distributed. The last line of each rank's own output, or py-spy dump, shows "
             f"where\n({problem})"
         )
+
+    def _ended_by_gloo(self, reports: Sequence[Report]) -> WorldError:
+        """Return the error where gloo has ended other ranks, which left these reports."""
+        world = self.world
+        own = Report.here(world.rank, world.kind, world.purpose, world.plain, self._histories)
+        text = describe(sorted([own, *reports], key=lambda r: r.rank))
+        world.diverged = text
+        return DivergenceError(text)
 
 
 class _Messages:
@@ -183,6 +194,8 @@ class ProcessGroupCommunicator(P2PCommunicator):
         #: The index in `ranks` of each rank of the torch group, which sorts its ranks.
         self._order = [ranks.index(r) for r in self._sorted]
         self._mpi = "mpi" in world.backend
+        if not self._mpi:
+            gloo_size_mismatch.install()
 
     @property
     def group(self) -> dist.ProcessGroup:

@@ -37,7 +37,8 @@ _RANK_BEFORE: Final = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own "
     r"error says why\)|remote process exited|socket closed|has died, with no end of its program|"
-    r"has failed: the exception in its own output is the cause",
+    r"has failed: the exception in its own output is the cause|"
+    r"the errors of other ranks show what they were doing",
     re.IGNORECASE,
 )
 _THROWN: Final = "terminate called"

@@ -1,0 +1,121 @@
+"""Report ranks that diverge where gloo would end a process without a word to the others.
+
+Gloo ends the process that receives a longer message than it expects (`std::terminate`). Ranks that
+run different operations can come to that between two comparisons of what they run
+(`divergence.due`). Communicators over gloo call `install`, which sets a terminate handler. The
+handler puts this rank's report into the store of the rendezvous, prints the error and ends the
+process. The other ranks lose their connection. They then find the report (`peer_reports`) and
+raise the same error with their own side of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Final
+
+from ..._base.user_code import user_line
+from ..divergence import OTHER_SIDE, Report, describe, spelled
+from ..world import ProcessWorld, running
+
+__all__ = ["install", "peer_reports"]
+
+_KEY: Final = "globaltensor/size_mismatch"
+_STORE_SECONDS: Final = 5.0
+_DETAIL: Final = "gloo received a longer message than this collective has"
+# Names of the C++ runtime (Itanium C++ ABI), which has no Python interface.
+_SET_TERMINATE: Final = "_ZSt13set_terminatePFvvE"
+_EXCEPTION_TYPE: Final = "__cxa_current_exception_type"
+_GLOO_ERROR: Final = b"N4gloo13EnforceNotMetE"
+
+
+@functools.cache
+def install() -> None:
+    """Set the terminate handler of this process, once. Without a known C++ runtime do nothing."""
+    try:
+        runtime = ctypes.CDLL("libstdc++.so.6")
+        set_terminate: Any = runtime[_SET_TERMINATE]
+        exception_type: Any = runtime[_EXCEPTION_TYPE]
+    except (OSError, AttributeError):
+        return
+    handler = ctypes.CFUNCTYPE(None)
+    set_terminate.restype = exception_type.restype = ctypes.c_void_p
+    set_terminate.argtypes = [handler]
+
+    def terminate() -> None:
+        with contextlib.suppress(Exception):
+            if _name_of(exception_type()) == _GLOO_ERROR:
+                _report_and_exit()
+        if before:
+            handler(before)()
+        os.abort()
+
+    installed = handler(terminate)
+    install.handler = installed  # type: ignore[attr-defined]  # C++ holds no reference to it
+    before = set_terminate(installed)
+
+
+def _name_of(type_info: int | None) -> bytes:
+    """Return the mangled name of the C++ type that ``std::type_info`` at this address describes."""
+    if not type_info:
+        return b""
+    name = ctypes.c_char_p.from_address(type_info + ctypes.sizeof(ctypes.c_void_p)).value
+    return (name or b"").lstrip(b"*")
+
+
+def _report_and_exit() -> None:
+    """Publish and print what this rank was doing, and end the process with exit code 1.
+
+    It runs on a thread of gloo. The thread that waits for the collective is stopped in it. Return
+    if this rank is in no collective on global tensors.
+    """
+    world = running()
+    if not isinstance(world, ProcessWorld) or not world.kind:
+        return
+    line = _line_of_main_thread()
+    operations = [item for h in world.histories.values() for item in h.operations.items()]
+    report = Report(
+        world.rank, world.kind, spelled(world.purpose), line, "", operations, None, _DETAIL
+    )
+    with contextlib.suppress(Exception):  # the rank that served the store may have ended
+        world.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        world.store.set(f"{_KEY}/{world.rank}", report.packed())
+    text = describe([report])
+    with contextlib.suppress(Exception):
+        sys.stderr.write(
+            f"[rank{world.rank}]: globaltensor.errors.DivergenceError: {text}\n({OTHER_SIDE})\n"
+        )
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
+
+
+def _line_of_main_thread() -> str:
+    ident = threading.main_thread().ident
+    frame = None if ident is None else sys._current_frames().get(ident)
+    return user_line() if frame is None else user_line(frame)
+
+
+def peer_reports(world: ProcessWorld, ranks: Sequence[int]) -> list[Report]:
+    """Return the reports of those of ``ranks`` that gloo has ended for a message of wrong size.
+
+    Without a launcher rank 0 serves the store. Other ranks do not ask then, as it may be the rank
+    that has ended, which torch would report with a C++ trace.
+    """
+    reports: list[Report] = []
+    if world.rank != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return reports
+    with contextlib.suppress(Exception):  # the rank that served the store may have ended
+        world.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
+        for rank in ranks:
+            key = f"{_KEY}/{rank}"
+            if rank != world.rank and world.store.check([key]):
+                reports.append(Report.unpacked(world.store.get(key)))
+    return reports
