@@ -15,6 +15,7 @@ from .._base import torch_private
 from .._base.refusals import refuse_transforms
 from ..boxing import box
 from ..distributed.communicator import as_bytes, flatten
+from ..distributed.divergence import PARAMETER
 from ..distributed.world import placeholder, world
 from ..distributed.world_base import World, on_forget
 from ..sharding.placement import Placement
@@ -217,6 +218,8 @@ def _digest_and_text(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in first)
     more = ", ..." if tensor.numel() > _SHOWN else ""
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if isinstance(tensor, torch.nn.Parameter):
+        kind = f"{PARAMETER} {kind}"
     return _as_number(code), f"{kind} of [{numbers}{more}], digest {code.hex()}"
 
 

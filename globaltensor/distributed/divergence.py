@@ -26,10 +26,9 @@ from .._base.user_code import user_line
 from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
-    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "OTHER_SIDE", "READING", "READING_ADVICE",
-    "History", "Purpose", "Report", "collective_of", "describe", "differs_at_end", "due",
-    "end_record", "how_it_ended",
-    "spelled",
+    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "OTHER_SIDE", "PARAMETER", "READING",
+    "READING_ADVICE", "History", "Purpose", "Report", "collective_of", "describe",
+    "differs_at_end", "due", "end_record", "how_it_ended", "spelled",
 ]  # fmt: skip
 
 #: The first collectives of a communicator are all compared before data moves, later ones at
@@ -49,6 +48,8 @@ READING_ADVICE: Final = (
     "box to broadcast first (x.to_global(sbp=broadcast) on every "
     "rank), so that each rank has the full value"
 )
+#: The first word of the text that describes a plain tensor, if it is a parameter.
+PARAMETER: Final = "parameter"
 #: The last line of a rank that had to end before it knew what the others were doing.
 OTHER_SIDE: Final = "the errors of other ranks show what they were doing"
 _ADVICE: Final = (
@@ -399,11 +400,21 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         f"  rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))}: {text}\n"
         for text, ranks in list(kinds.items())[:8]
     )
-    return (
+    head = (
         f"{_line_text(first)}a plain tensor that is used together with global tensors counts as "
         f"the same value on every rank, but the ranks hold different values for "
         f"{first.purpose}:\n{held}"
-        "If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, "
+    )
+    if any(r.plain.startswith(PARAMETER) for r in reports):
+        return (
+            f"{head}It is a parameter of a module that is not global. Call "
+            "flow.parallelize(module, placement, plan) or module.to_global(placement, "
+            "sbp=flow.sbp.broadcast) on that module too: all ranks then start from the first "
+            "rank's values. To keep it plain, give all ranks the same values, for example by "
+            "torch.manual_seed with one number before the module is made"
+        )
+    return (
+        f"{head}If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, "
         "batch_size, placement=placement) in its place, or GlobalBatches(loader, placement) around "
         "a loader with flow.utils.data.DistributedSampler. If each rank has its own rows, "
         "x.to_global(placement, sbp=flow.sbp.split(0)) joins them. If all should hold the same "

@@ -40,7 +40,9 @@ class Placement:
 
     ``placement("cuda", [0, 1])`` has one axis; ``placement("cuda", [[0, 1], [2, 3]])`` two.
     Interned and immutable. Raises PlacementError for an unknown device type, a duplicate or
-    negative rank, or ranks that are not integers in a full array.
+    negative rank, or ranks that are not integers in a full array. A rank that this job does not
+    have is refused where a tensor or a model first uses the placement, because plans for a larger
+    cluster name such ranks.
 
     >>> placement("cpu", [[0, 1], [2, 3]]).shape
     (2, 2)

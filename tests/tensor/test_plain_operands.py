@@ -36,6 +36,16 @@ def plain_inputs() -> list[str]:
     )
     model = flow.parallelize(nn.Linear(3, 2), where, "data")
     said.append(refused(lambda: model(mine).sum().backward(), "operand 0 of linear", *held, *mends))
+    torch.manual_seed(rank)
+    forgotten = nn.Linear(2, 4)
+    said.append(
+        refused(
+            lambda: forgotten(model(torch.ones(4, 3))),
+            "operand 1 of linear",
+            r"rank 0: parameter float32\[4, 2\] of ",
+            r"flow\.parallelize\(module, placement, plan\) or module\.to_global\(placement, ",
+        )
+    )
     for _ in range(3):  # the same batch on all ranks is allowed
         model(torch.ones(4, 3)).sum().backward()
     said.append(refused(lambda: rows() + mine, "operand 1 of add", *held, *mends))
