@@ -104,3 +104,9 @@ def test_a_dead_rank_is_noticed(fresh_pool: Callable[[int], Pool]) -> None:
 def test_a_function_that_cannot_be_sent_is_refused_here() -> None:
     with pytest.raises(AttributeError, match=r"local object|pickle"):
         run_on(2, lambda: None)
+
+
+def test_the_processes_of_the_shared_pair_hash_texts_differently() -> None:
+    """So a program whose ranks go through a set of texts in different orders fails here."""
+    first, second = run_on(2, hash, "a text")
+    assert first != second

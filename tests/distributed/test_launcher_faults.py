@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
@@ -44,8 +45,13 @@ def warm_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(folder: Path, body: str, *options: object, n: int = 2) -> int:
-    """Run the launcher in this process, on n ranks, and return its exit code."""
-    return main(["--nproc_per_node", str(n), *map(str, options), write_script(folder, body)])
+    """Run the launcher in this process, on n ranks, and return its exit code.
+
+    Ranks that import torch run under support/warm_python, except on MPI: the launcher finds no
+    mpirun then."""
+    warm = COLLECTIVE in body and "mpi" not in options
+    with mock.patch.object(sys, "executable", warm_python() if warm else sys.executable):
+        return main(["--nproc_per_node", str(n), *map(str, options), write_script(folder, body)])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -62,7 +62,7 @@ def told(folder: Path, attempt: int = 0) -> list[dict[str, str]]:
 @pytest.mark.extended
 def test_ranks_go_on_from_node_to_node(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
-    with Launched(folder, *nodes(port, 1, path, nproc=2)) as other:
+    with Launched(folder, *nodes(port, 1, path, nproc=2), warm=True) as other:
         assert main([*map(str, nodes(port, 0, path, nproc=2))]) == 0
         assert other.code() == 0, other.err
     names = (
@@ -84,8 +84,8 @@ def test_ranks_go_on_from_node_to_node(folder: Path, port: int) -> None:
 def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
     path = write_script(folder, "if rank == 1:\n    here()\n    sys.exit(7)\nsleep()")
     with (
-        Launched(folder, *nodes(port, 0, path)) as one,
-        Launched(folder, *nodes(port, 1, path)) as two,
+        Launched(folder, *nodes(port, 0, path), warm=True) as one,
+        Launched(folder, *nodes(port, 1, path), warm=True) as two,
     ):
         assert (one.code(), two.code()) == (7, 7)
         two.says(r"rank 1 \(local rank 0, .*ended with exit code 7")
@@ -112,9 +112,10 @@ def test_a_launcher_that_dies_ends_all(
 ) -> None:
     path = write_script(folder, "sleep()")
     more = ["--rdzv_conf", "keep_alive_interval=1,keep_alive_max_attempt=3", path]
+    warm = number == signal.SIGTERM  # which warm_python passes on
     with (
-        Launched(folder, *nodes(port, 0, *more)) as one,
-        Launched(folder, *nodes(port, 1, *more)) as two,
+        Launched(folder, *nodes(port, 0, *more), warm=warm) as one,
+        Launched(folder, *nodes(port, 1, *more), warm=warm) as two,
     ):
         one.wait_for("here.*", 2)
         dies, other = (one, two) if victim == 0 else (two, one)
@@ -234,7 +235,7 @@ def test_a_master_that_is_elsewhere(
 
 
 def test_a_signal_ends_the_wait_for_other_nodes(folder: Path, port: int) -> None:
-    with Launched(folder, *nodes(port, 0, write_script(folder, TELL))) as launcher:
+    with Launched(folder, *nodes(port, 0, write_script(folder, TELL)), warm=True) as launcher:
         assert within(60, lambda: listening(port))
         launcher.process.send_signal(signal.SIGTERM)
         assert launcher.code(10) == 128 + signal.SIGTERM
@@ -247,8 +248,8 @@ def test_all_nodes_start_again(folder: Path, port: int) -> None:
         folder, TELL + "here()\nif attempt == 0:\n    if rank == 1: sys.exit(3)\n    sleep()"
     )
     with (
-        Launched(folder, *nodes(port, 0, "--max_restarts", 1, path)) as one,
-        Launched(folder, *nodes(port, 1, "--max_restarts", 1, path)) as two,
+        Launched(folder, *nodes(port, 0, "--max_restarts", 1, path), warm=True) as one,
+        Launched(folder, *nodes(port, 1, "--max_restarts", 1, path), warm=True) as two,
     ):
         assert (one.code(), two.code()) == (0, 0), one.err + two.err
         one.says("restart 1 of at most 1")
@@ -286,9 +287,9 @@ def test_an_elastic_job_grows_and_shrinks(folder: Path, port: int) -> None:
 wait_for("end", 1)
 """
     path = write_script(folder, body)
-    with Launched(folder, *elastic(port, "--max_restarts", 3, path)) as one:
+    with Launched(folder, *elastic(port, "--max_restarts", 3, path), warm=True) as one:
         one.wait_for("world.1.0.*", 1)
-        with Launched(folder, *elastic(port, "--max_restarts", 3, path)) as two:
+        with Launched(folder, *elastic(port, "--max_restarts", 3, path), warm=True) as two:
             two.wait_for("world.2.*", 2)
             two.process.kill()
             two.process.wait()
@@ -302,8 +303,8 @@ wait_for("end", 1)
 def test_a_dynamic_rendezvous_of_two_nodes(folder: Path, port: int) -> None:
     path = write_script(folder, TELL)
     with (
-        Launched(folder, *elastic(port, path, nnodes="2")) as one,
-        Launched(folder, *elastic(port, path, nnodes="2")) as two,
+        Launched(folder, *elastic(port, path, nnodes="2"), warm=True) as one,
+        Launched(folder, *elastic(port, path, nnodes="2"), warm=True) as two,
     ):
         assert (one.code(), two.code()) == (0, 0), one.err + two.err
     assert [(v["RANK"], v["WORLD_SIZE"], v["MASTER_ADDR"]) for v in told(folder)] == [

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from support.mpi import environment, mpirun, needs_mpi
+from support.warm_python import warm_python
 
 pytestmark = needs_mpi
 
@@ -59,9 +60,10 @@ def run(folder: Path, body: str, n: int = 2, first: str = "", **variables: str) 
     run before it begins."""
     script = folder / "script.py"
     script.write_text(first + START + textwrap.dedent(body))
+    python = sys.executable if first else warm_python()
     started = time.monotonic()
     variables = {"GLOBALTENSOR_TIMEOUT": "60", **variables}
-    command = mpirun(n, sys.executable, str(script), str(folder))
+    command = mpirun(n, python, str(script), str(folder))
     process = subprocess.Popen(
         command,
         env=environment(**variables),

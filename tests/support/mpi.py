@@ -25,6 +25,7 @@ from globaltensor.distributed.launcher import parent_death_signal
 from globaltensor.distributed.launcher.mpirun import find_mpirun, options, room
 from globaltensor.errors import WorldError
 from support.shared_environment import shared_environment
+from support.warm_python import warm_python
 
 from .pool import CALL_SECONDS, START_SECONDS, Pool
 
@@ -121,7 +122,7 @@ class MpiPool(Pool):
             door.bind(f"{folder}/door")
             door.listen(n)
             door.settimeout(START_SECONDS)
-            command = mpirun(n, sys.executable, "-u", str(WORKER), f"{folder}/door")
+            command = mpirun(n, warm_python(), "-u", str(WORKER), f"{folder}/door")
             self._program = subprocess.Popen(
                 command,
                 env=environment(),

@@ -46,13 +46,14 @@ class Pool:
     """A pool of ``n`` processes, the ranks of one world over gloo.
 
     ``warm``: they run under support/warm_python, which starts four processes in the time of one.
-    The shared pool of two does not: its processes have different hash seeds, which shows where
-    ranks go through sets in different orders.
+    Of the shared pool of two the first process does not. So the two have different hash seeds,
+    which shows where ranks go through sets in different orders.
     """
 
-    def __init__(self, n: int, warm: bool = False) -> None:
+    def __init__(self, n: int, warm: bool = False, first_is_warm: bool = True) -> None:
         self.n = n
-        self._python = warm_python() if warm else sys.executable
+        python = warm_python() if warm else sys.executable
+        self._pythons = [python if first_is_warm else sys.executable, *[python] * (n - 1)]
         self._stack = contextlib.ExitStack()
         self._connections: list[Connection] = []
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -89,7 +90,7 @@ class Pool:
                 "-S",
                 str(parent_death_signal.__file__),
                 str(os.getpid()),
-                self._python,
+                self._pythons[rank],
                 "-u",
                 str(WORKER),
                 str(theirs.fileno()),
@@ -187,7 +188,7 @@ def run_on(n: int, fn: Callable[..., Any], *args: Any, timeout: float = CALL_SEC
     """Call ``fn(*args)`` on ``n`` real processes, the ranks of one world, and return each rank's
     result. ``fn`` and the values must be picklable."""
     if n not in _pools:
-        _pools[n] = Pool(n, warm=n > 2)
+        _pools[n] = Pool(n, warm=True, first_is_warm=n > 2)
     return _pools[n].run(fn, *args, timeout=timeout)
 
 

@@ -28,7 +28,7 @@ def run_on(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``fn`` on ``n`` processes that run these tests alone: other processes may still hold an
     object that observes gradients."""
     if n not in _pools:
-        _pools[n] = Pool(n)
+        _pools[n] = Pool(n, warm=True)
     try:
         return _pools[n].run(fn, *args)
     except BaseException:
