@@ -10,6 +10,7 @@ raise the same error with their own side of it.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -57,8 +58,10 @@ def install() -> None:
         os.abort()
 
     installed = handler(terminate)
-    install.handler = installed  # type: ignore[attr-defined]  # C++ holds no reference to it
     before = set_terminate(installed)
+    # This also keeps a reference to the handler, as C++ holds none. Python code must not be called
+    # once the interpreter has ended.
+    atexit.register(lambda: (installed, set_terminate(handler(before) if before else handler())))
 
 
 def _name_of(type_info: int | None) -> bytes:
