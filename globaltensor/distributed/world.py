@@ -30,6 +30,7 @@ from .communicator import Channel, Communicator
 from .divergence import differs_at_end, end_record
 from .file_rendezvous import rendezvous
 from .network import choose_gloo_interface, gloo_hint
+from .store_liveness import store_answers
 from .world_base import World, forget_derived
 
 __all__ = [
@@ -182,7 +183,7 @@ class ProcessWorld(World):
             records |= self.neighbours.last_words(record)
         if set(records) < set(range(self.size)):
             with contextlib.suppress(RuntimeError):  # the rank that served the store has ended
-                self._add_records(records)
+                self._add_records(records, failed)
         if text := differs_at_end(self.rank, records):
             raise DivergenceError(text)
         if self.neighbours is not None and not failed:
@@ -205,12 +206,14 @@ class ProcessWorld(World):
                     f"ended. End every rank by its last line or by sys.exit"
                 )
 
-    def _add_records(self, records: dict[int, bytes]) -> None:
+    def _add_records(self, records: dict[int, bytes], failed: bool) -> None:
         """Write this rank's record to the store, and add those of the ranks that have ended.
 
         A rank with the records of all neighbours writes none to the store, so this rank also reads
         what its neighbours publish meanwhile.
         """
+        if self.rank != 0 and not store_answers(self.store, lost=failed):
+            return
         self.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
         self.store.set(f"{_ENDED}/{self.rank}", records[self.rank])
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"

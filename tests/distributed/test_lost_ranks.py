@@ -180,3 +180,4 @@ def test_gloo_ends_no_rank_without_a_word(tmp_path: Path, sizes: tuple[int, int]
         assert "small.to_global" in other
     else:
         assert "rank 0 has ended" in other
+        assert "TCPStore" not in other, "torch's C++ trace of the store that rank 0 served"

@@ -23,6 +23,7 @@ from typing import Any, Final
 
 from ..._base.user_code import user_line
 from ..divergence import OTHER_SIDE, Report, describe, spelled
+from ..store_liveness import store_answers
 from ..world import ProcessWorld, running
 
 __all__ = ["install", "peer_reports"]
@@ -107,13 +108,9 @@ def _line_of_main_thread() -> str:
 
 
 def peer_reports(world: ProcessWorld, ranks: Sequence[int]) -> list[Report]:
-    """Return the reports of those of ``ranks`` that gloo has ended for a message of wrong size.
-
-    Without a launcher rank 0 serves the store. Other ranks do not ask then, as it may be the rank
-    that has ended, which torch would report with a C++ trace.
-    """
+    """Return the reports of those of ``ranks`` that gloo has ended for a message of wrong size."""
     reports: list[Report] = []
-    if world.rank != 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not store_answers(world.store, lost=True):
         return reports
     with contextlib.suppress(Exception):  # the rank that served the store may have ended
         world.store.set_timeout(timedelta(seconds=_STORE_SECONDS))
