@@ -213,3 +213,30 @@ def test_other_parts_of_a_pytree_stay_the_same_objects() -> None:
     assert changed == (values[0], {"a": slice(0, None)}, 2)
     assert changed[0] is values[0]
     assert type(changed[2]) is int
+
+
+def choose_between_sums() -> None:
+    value, other = torch.arange(12.0).view(4, 3), torch.full((4, 3), 10.0)
+    mask, everywhere = value > 4, flow.placement.all("cpu")
+
+    def spread(t: Tensor, sbp: Any) -> Tensor:
+        return t.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined, no-any-return]
+
+    want = other.where(mask, value)
+    for of_mask in (B, S(0), S(1)):
+        for of_other in (B, S(0), P):
+            m, x, y = spread(mask, of_mask), spread(other, of_other), spread(value, P)
+            for got in (
+                x.where(m, y),
+                other.where(m, y),
+                y.where(~m, x),
+                x.where(condition=m, other=y),
+                torch.where(m, x, y),
+                torch.where(m, 10.0, y),
+                torch.where(mask, 10.0, y),
+            ):
+                assert torch.equal(got.to_global(sbp=B).to_local(), want), (of_mask, of_other)  # type: ignore[attr-defined]
+
+
+def test_a_choice_by_a_mask_is_linear_in_the_two_choices_alone() -> None:
+    run_on(2, choose_between_sums)

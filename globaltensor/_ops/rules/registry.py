@@ -261,7 +261,6 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
       "each"   linear in each operand separately (a product)
       "first"  linear in the first operand only (a quotient)
       "joint"  linear in all tensor operands together, if no plain number is added (a sum)
-      "rest"   linear in all operands but the first together (a choice by a mask)
       "two"    linear in the first two operands together (a point between them)
     """
 
@@ -286,8 +285,6 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
             op.linear = [] if numbers else [frozenset(range(n))]
         elif linear == "two" and n > 1 and all(isinstance(a, Arg) for a in args[:2]):
             op.linear = [frozenset((0, 1))]
-        elif linear == "rest" and not numbers:
-            op.linear = [frozenset(range(1, n))]
 
     rule(names.split(), scalars=True)(describe)
 
