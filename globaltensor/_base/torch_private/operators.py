@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ __all__ = [
     "list_functions",
     "lu_with_info",
     "meshgrid_of_list",
+    "names_in_schema_order",
     "nested_constructors",
     "pack_padded",
     "pad_packed",
@@ -171,6 +173,38 @@ def written_arguments(
         for r in overload._schema.returns
     ]
     return list(written.values()), returns
+
+
+# Other names of arguments that torch's functions accept: of the schemas, and those of NumPy.
+_ARGUMENT_NAMES = {"self": "input", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def names_in_schema_order(function: Any, names: Sequence[str]) -> list[str] | None:
+    """Return the names of a call's arguments in the order of the operator's schema.
+
+    Return None where ``names`` are in that order already, and for functions written in Python,
+    which pass their arguments on in one order.
+    """
+    usual = [_ARGUMENT_NAMES.get(name, name) for name in names]
+    for schema in _schemas_of(function):
+        order = [_ARGUMENT_NAMES.get(a.name, a.name) for a in schema.arguments]
+        if set(usual) <= set(order):
+            pairs = sorted(zip(usual, names, strict=True), key=lambda pair: order.index(pair[0]))
+            ordered = [name for _, name in pairs]
+            return None if ordered == list(names) else ordered
+    return None
+
+
+def _schemas_of(function: Any) -> list[Any]:
+    """Return the schemas of a kernel, or of the kernels behind a function written in C++."""
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return [getattr(function, name)._schema for name in function.overloads()]
+    if isinstance(function, FunctionType):
+        return []
+    name = getattr(function, "__name__", "")
+    return list(torch._C._jit_get_schemas_for_operator(f"aten::{name}")) if name else []
 
 
 def spellings_of_operator(target: Any) -> list[Any]:
