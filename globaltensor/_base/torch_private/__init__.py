@@ -74,6 +74,7 @@ from .operators import (
     list_functions as list_functions,
     lu_with_info as lu_with_info,
     meshgrid_of_list as meshgrid_of_list,
+    name_of_kernel as name_of_kernel,
     names_in_schema_order as names_in_schema_order,
     nested_constructors as nested_constructors,
     pack_padded as pack_padded,

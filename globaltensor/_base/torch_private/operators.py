@@ -33,6 +33,7 @@ __all__ = [
     "list_functions",
     "lu_with_info",
     "meshgrid_of_list",
+    "name_of_kernel",
     "names_in_schema_order",
     "nested_constructors",
     "pack_padded",
@@ -61,17 +62,22 @@ def is_kernel(func: object) -> bool:
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
+def name_of_kernel(kernel: Any) -> str:
+    """Return the full name of a kernel: ``aten::add``, or ``aten::add.Tensor`` of an overload."""
+    name: str = (
+        kernel._qualified_op_name
+        if isinstance(kernel, torch._ops.OpOverloadPacket)
+        else kernel.name()
+    )
+    return name
+
+
 def twin_of_kernel(kernel: Any) -> Any:
     """Return the torch function with a kernel's name and arguments, or None if there is none.
 
     torch's functions are generated from the kernels.
     """
-    full = (
-        kernel._qualified_op_name
-        if isinstance(kernel, torch._ops.OpOverloadPacket)
-        else kernel.name()
-    )
-    space, _, name = full.partition("::")
+    space, _, name = name_of_kernel(kernel).partition("::")
     found = (
         getattr(where, name.split(".")[0], None) for where in (torch, torch.Tensor, torch._C._nn)
     )
@@ -139,12 +145,7 @@ def is_custom(kernel: Any) -> bool:
 
     A program or a library has registered it (torch.library).
     """
-    name = (
-        kernel._qualified_op_name
-        if isinstance(kernel, torch._ops.OpOverloadPacket)
-        else kernel.name()
-    )
-    return name.partition("::")[0] not in ("aten", "prim", "prims")
+    return name_of_kernel(kernel).partition("::")[0] not in ("aten", "prim", "prims")
 
 
 def written_arguments(
