@@ -126,6 +126,27 @@ def test_a_number_and_a_reduced_tensor() -> None:
     assert run_on(2, reduced) == [[67.0, -4.5, 67.0]] * 2
 
 
+def overloads_of_scalars() -> None:
+    aten, value = torch.ops.aten, torch.arange(12.0).view(4, 3)
+    p = value.to_global(flow.placement.all("cpu"), B).to_global(sbp=P)  # type: ignore[attr-defined]
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: aten.add.Scalar(x, 3.0),
+        lambda x: aten.add.Scalar(x, 3.0, 2),
+        lambda x: aten.sub.Scalar(x, 3.0, alpha=2),
+        lambda x: aten.rsub.Scalar(x, 3.0),
+        lambda x: aten.rsub.Scalar(x, 3.0, 2.0),
+        lambda x: aten.add_.Scalar(x.clone(), 3.0),
+        lambda x: torch.rsub(x, 3.0, alpha=2),
+    ]
+    for i, call in enumerate(calls):
+        got = call(p).to_global(sbp=B).to_local()
+        torch.testing.assert_close(got, call(value), msg=f"call {i}: {got}")
+
+
+def test_overloads_of_scalars_add_the_number_once() -> None:
+    run_on(2, overloads_of_scalars)
+
+
 def alternating() -> list[float]:
     p = torch.ones(3).to_global(flow.placement.all("cpu"), B).to_global(sbp=P)
     numbers = (np.float64(2), 2.0, np.float64(2), np.float32(2), OwnFloat(2.0), 2, np.int64(2))

@@ -55,6 +55,7 @@ from .modules import (
 )
 from .operators import (
     admits_nesting as admits_nesting,
+    all_overloads as all_overloads,
     at_least as at_least,
     batch_norm_kernel as batch_norm_kernel,
     dual_functions as dual_functions,

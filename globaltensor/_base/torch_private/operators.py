@@ -14,6 +14,7 @@ from ..patches import patch
 
 __all__ = [
     "admits_nesting",
+    "all_overloads",
     "at_least",
     "batch_norm_kernel",
     "dual_functions",
@@ -70,6 +71,14 @@ def name_of_kernel(kernel: Any) -> str:
         else kernel.name()
     )
     return name
+
+
+def all_overloads(kernel: Any) -> Any:
+    """Return the operator that chooses among the overloads of a kernel, for an overload of it.
+
+    Return any other function as it is.
+    """
+    return kernel.overloadpacket if isinstance(kernel, torch._ops.OpOverload) else kernel
 
 
 def twin_of_kernel(kernel: Any) -> Any:

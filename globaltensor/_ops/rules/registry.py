@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..._base.python_numbers import is_number
-from ..._base.torch_private import spellings_of_operator
+from ..._base.torch_private import all_overloads, spellings_of_operator
 from .notation import Arg, OpDescription, align, parse
 
 __all__ = [
@@ -312,8 +312,10 @@ def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callabl
 def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with its plain number arguments made into 0-dim global tensors.
 
-    A number added to a partial sum must be added only once.
+    A number added to a partial sum must be added only once. The overload ``aten.add.Scalar``
+    accepts no tensor, so the operator itself is called. Its third argument is the factor.
     """
+    operator = all_overloads(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         x = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
@@ -325,9 +327,10 @@ def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
                 return x.new_full((), a, dtype=torch.bool)
             return x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a))
 
-        return function(
-            *[tensor(a) for a in args],
-            **{k: a if k == "alpha" else tensor(a) for k, a in kwargs.items()},
+        named = kwargs if len(args) < 3 else {**kwargs, "alpha": args[2]}
+        return operator(
+            *[tensor(a) for a in args[:2]],
+            **{k: a if k == "alpha" else tensor(a) for k, a in named.items()},
         )
 
     return call
