@@ -20,12 +20,19 @@ __all__ = [
     "dense_message",
     "kernel_message",
     "refusal_of_kernel",
+    "refuse_collective",
     "refuse_transforms",
 ]
 
 #: The kernels by which torch's functions copy or view the memory of an argument. These functions
 #: check no override.
 _COPIES = frozenset(("alias", "clone", "detach", "_to_copy"))
+
+#: The namespaces of the kernels of torch.distributed: its collectives in place, and those that
+#: return their results (torch.distributed._functional_collectives).
+COLLECTIVES = frozenset(
+    ("c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor")
+)
 
 
 def refusal_of_kernel(kernel: Any) -> KernelError:
@@ -45,8 +52,8 @@ def refusal_of_kernel(kernel: Any) -> KernelError:
         )
     if (wrapper := _wrapper_under_construction()) is not None:
         return KernelError(wrapper_message(wrapper))
-    if kernel.namespace == "c10d":
-        return KernelError(collective_message(name))
+    if kernel.namespace in COLLECTIVES:
+        return KernelError(collective_message(f"{kernel.namespace}.{name}"))
     if "sparse" in name or "nested" in name:
         return KernelError(dense_message(f"the kernel {kernel}"))
     if name == "copy_":
@@ -138,11 +145,21 @@ def kernel_message(where: object) -> str:
 
 def collective_message(name: str) -> str:
     return (
-        f"a global tensor was given to a collective of torch.distributed (c10d.{name}): it "
+        f"a global tensor was given to a collective of torch.distributed ({name}): it "
         "is one value on all ranks already, so there is nothing to gather or to add up. Use "
         "x.to_global(sbp=flow.sbp.broadcast) for the full value on every rank, or x.to_local() "
         "to send only this rank's local tensor"
     )
+
+
+def refuse_collective(kernel: Any) -> None:
+    """Raise KernelError if a kernel is a collective of torch.distributed.
+
+    On full tensors it would count the value of a global tensor once for each rank.
+    """
+    namespace, _, name = torch_private.name_of_kernel(kernel).partition("::")
+    if namespace in COLLECTIVES:
+        raise KernelError(collective_message(f"{namespace}.{name}"))
 
 
 def refuse_transforms() -> None:

@@ -359,9 +359,7 @@ def _plan_and_cache(
     """
     hashable = isinstance(miss, KeyError)
     version = RULES.version
-    if as_python_numbers(args) is not args or as_python_numbers(kwargs) is not kwargs:
-        # The call with Python's own numbers is dispatched, recorded and planned instead.
-        delegate = DelegatePlan(lambda *a, **k: func(*as_python_numbers(a), **as_python_numbers(k)))
+    if (delegate := _delegate_of_spelling(func, args, kwargs)) is not None:
         if hashable:
             _cache.derived.keep(tuple(key), delegate, version, _MAX_PLANS)
         return delegate
@@ -390,6 +388,24 @@ def _plan_and_cache(
     if hashable:
         _cache.derived.keep(tuple(key), plan, version, _MAX_PLANS)
     return plan
+
+
+def _delegate_of_spelling(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> DelegatePlan | None:
+    """Return a plan that dispatches an unusual spelling of a call as the usual one, or None.
+
+    The usual spelling, which is recorded and planned, has Python's own numbers, and its tensors by
+    name are in the order of torch's schema. Rules tell operands apart by their order, so
+    ``matmul(other=b, input=a)`` planned as it stands would be ``matmul(b, a)``."""
+    if as_python_numbers(args) is not args or as_python_numbers(kwargs) is not kwargs:
+        return DelegatePlan(lambda *a, **k: func(*as_python_numbers(a), **as_python_numbers(k)))
+    if sum(bool(tensors_in(a, [])) for a in kwargs.values()) < 2:
+        return None
+    names = torch_private.names_in_schema_order(func, list(kwargs))
+    if names is None:
+        return None
+    return DelegatePlan(lambda *a, **k: dispatch(func, (), a, {name: k[name] for name in names}))
 
 
 def _record_in_history(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._base.refusals import refuse_collective
 from .._base.user_code import warn_user
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.plain_operands import operand_spec
@@ -292,6 +293,8 @@ def _plan_attribute_read(call: _CallToPlan) -> CallPlan | None:
 def _plan_without_rule(call: _CallToPlan) -> CallPlan | None:
     """Find the operands' specs. Plan a call of a function that has no rule."""
     assert call.placement is not None
+    if call.kernel and call.rule is None:
+        refuse_collective(call.func)
     operands = f"operand {{}} of {name_of(call.func)}"
     call.specs = [
         t._spec

@@ -4,6 +4,7 @@ that starts automatically together with init_process_group, and the errors for m
 from __future__ import annotations
 
 import datetime
+import importlib
 import inspect
 import os
 import sys
@@ -346,8 +347,27 @@ def global_tensors_are_refused() -> None:
             KernelError, match=r"got a global tensor, f32\[4\] S\(0\).*to_global.*to_local"
         ):
             call()
-    with pytest.raises(KernelError, match=r"collective of torch\.distributed.*to_global.*to_local"):
-        torch.distributed.all_reduce(x)
+    functional = importlib.import_module("torch.distributed._functional_collectives")
+    group = torch.distributed.group.WORLD
+    kernels = torch.ops._c10d_functional
+    kernels_with_gradients = torch.ops._c10d_functional_autograd
+    for call in (
+        lambda: torch.distributed.all_reduce(x),
+        lambda: functional.all_reduce(x, "sum", group),
+        lambda: functional.broadcast(x, 0, group),
+        lambda: functional.all_to_all_single(x, None, None, group),
+        lambda: functional.all_reduce_coalesced([x, torch.ones(4)], "sum", group),
+        lambda: kernels.all_reduce.default(x, "sum", group.group_name),
+        lambda: kernels.all_gather_into_tensor(x, 2, group.group_name),
+        lambda: kernels.reduce_scatter_tensor(x, "sum", 2, group.group_name),
+        lambda: kernels_with_gradients.all_gather_into_tensor(x, 2, group.group_name),
+    ):
+        with pytest.raises(
+            KernelError, match=r"collective of torch\.distributed.*to_global.*to_local"
+        ):
+            call()
+    local = x.to_local()  # one rank's values may be sent
+    assert torch.equal(functional.all_reduce(local, "sum", group), 2 * local)
 
 
 def test_global_tensors_are_refused() -> None:

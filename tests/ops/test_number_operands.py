@@ -126,6 +126,27 @@ def test_a_number_and_a_reduced_tensor() -> None:
     assert run_on(2, reduced) == [[67.0, -4.5, 67.0]] * 2
 
 
+def overloads_of_scalars() -> None:
+    aten, value = torch.ops.aten, torch.arange(12.0).view(4, 3)
+    p = value.to_global(flow.placement.all("cpu"), B).to_global(sbp=P)  # type: ignore[attr-defined]
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: aten.add.Scalar(x, 3.0),
+        lambda x: aten.add.Scalar(x, 3.0, 2),
+        lambda x: aten.sub.Scalar(x, 3.0, alpha=2),
+        lambda x: aten.rsub.Scalar(x, 3.0),
+        lambda x: aten.rsub.Scalar(x, 3.0, 2.0),
+        lambda x: aten.add_.Scalar(x.clone(), 3.0),
+        lambda x: torch.rsub(x, 3.0, alpha=2),
+    ]
+    for i, call in enumerate(calls):
+        got = call(p).to_global(sbp=B).to_local()
+        torch.testing.assert_close(got, call(value), msg=f"call {i}: {got}")
+
+
+def test_overloads_of_scalars_add_the_number_once() -> None:
+    run_on(2, overloads_of_scalars)
+
+
 def alternating() -> list[float]:
     p = torch.ones(3).to_global(flow.placement.all("cpu"), B).to_global(sbp=P)
     numbers = (np.float64(2), 2.0, np.float64(2), np.float32(2), OwnFloat(2.0), 2, np.int64(2))
@@ -213,3 +234,30 @@ def test_other_parts_of_a_pytree_stay_the_same_objects() -> None:
     assert changed == (values[0], {"a": slice(0, None)}, 2)
     assert changed[0] is values[0]
     assert type(changed[2]) is int
+
+
+def choose_between_sums() -> None:
+    value, other = torch.arange(12.0).view(4, 3), torch.full((4, 3), 10.0)
+    mask, everywhere = value > 4, flow.placement.all("cpu")
+
+    def spread(t: Tensor, sbp: Any) -> Tensor:
+        return t.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined, no-any-return]
+
+    want = other.where(mask, value)
+    for of_mask in (B, S(0), S(1)):
+        for of_other in (B, S(0), P):
+            m, x, y = spread(mask, of_mask), spread(other, of_other), spread(value, P)
+            for got in (
+                x.where(m, y),
+                other.where(m, y),
+                y.where(~m, x),
+                x.where(condition=m, other=y),
+                torch.where(m, x, y),
+                torch.where(m, 10.0, y),
+                torch.where(mask, 10.0, y),
+            ):
+                assert torch.equal(got.to_global(sbp=B).to_local(), want), (of_mask, of_other)  # type: ignore[attr-defined]
+
+
+def test_a_choice_by_a_mask_is_linear_in_the_two_choices_alone() -> None:
+    run_on(2, choose_between_sums)

@@ -55,6 +55,7 @@ from .modules import (
 )
 from .operators import (
     admits_nesting as admits_nesting,
+    all_overloads as all_overloads,
     at_least as at_least,
     batch_norm_kernel as batch_norm_kernel,
     dual_functions as dual_functions,
@@ -74,6 +75,8 @@ from .operators import (
     list_functions as list_functions,
     lu_with_info as lu_with_info,
     meshgrid_of_list as meshgrid_of_list,
+    name_of_kernel as name_of_kernel,
+    names_in_schema_order as names_in_schema_order,
     nested_constructors as nested_constructors,
     pack_padded as pack_padded,
     pad_packed as pad_packed,

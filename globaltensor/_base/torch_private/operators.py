@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..patches import patch
 
 __all__ = [
     "admits_nesting",
+    "all_overloads",
     "at_least",
     "batch_norm_kernel",
     "dual_functions",
@@ -32,6 +34,8 @@ __all__ = [
     "list_functions",
     "lu_with_info",
     "meshgrid_of_list",
+    "name_of_kernel",
+    "names_in_schema_order",
     "nested_constructors",
     "pack_padded",
     "pad_packed",
@@ -59,17 +63,30 @@ def is_kernel(func: object) -> bool:
     return isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket))
 
 
+def name_of_kernel(kernel: Any) -> str:
+    """Return the full name of a kernel: ``aten::add``, or ``aten::add.Tensor`` of an overload."""
+    name: str = (
+        kernel._qualified_op_name
+        if isinstance(kernel, torch._ops.OpOverloadPacket)
+        else kernel.name()
+    )
+    return name
+
+
+def all_overloads(kernel: Any) -> Any:
+    """Return the operator that chooses among the overloads of a kernel, for an overload of it.
+
+    Return any other function as it is.
+    """
+    return kernel.overloadpacket if isinstance(kernel, torch._ops.OpOverload) else kernel
+
+
 def twin_of_kernel(kernel: Any) -> Any:
     """Return the torch function with a kernel's name and arguments, or None if there is none.
 
     torch's functions are generated from the kernels.
     """
-    full = (
-        kernel._qualified_op_name
-        if isinstance(kernel, torch._ops.OpOverloadPacket)
-        else kernel.name()
-    )
-    space, _, name = full.partition("::")
+    space, _, name = name_of_kernel(kernel).partition("::")
     found = (
         getattr(where, name.split(".")[0], None) for where in (torch, torch.Tensor, torch._C._nn)
     )
@@ -137,12 +154,7 @@ def is_custom(kernel: Any) -> bool:
 
     A program or a library has registered it (torch.library).
     """
-    name = (
-        kernel._qualified_op_name
-        if isinstance(kernel, torch._ops.OpOverloadPacket)
-        else kernel.name()
-    )
-    return name.partition("::")[0] not in ("aten", "prim", "prims")
+    return name_of_kernel(kernel).partition("::")[0] not in ("aten", "prim", "prims")
 
 
 def written_arguments(
@@ -171,6 +183,38 @@ def written_arguments(
         for r in overload._schema.returns
     ]
     return list(written.values()), returns
+
+
+# Other names of arguments that torch's functions accept: of the schemas, and those of NumPy.
+_ARGUMENT_NAMES = {"self": "input", "x": "input", "a": "input", "x1": "input", "x2": "other"}
+
+
+def names_in_schema_order(function: Any, names: Sequence[str]) -> list[str] | None:
+    """Return the names of a call's arguments in the order of the operator's schema.
+
+    Return None where ``names`` are in that order already, and for functions written in Python,
+    which pass their arguments on in one order.
+    """
+    usual = [_ARGUMENT_NAMES.get(name, name) for name in names]
+    for schema in _schemas_of(function):
+        order = [_ARGUMENT_NAMES.get(a.name, a.name) for a in schema.arguments]
+        if set(usual) <= set(order):
+            pairs = sorted(zip(usual, names, strict=True), key=lambda pair: order.index(pair[0]))
+            ordered = [name for _, name in pairs]
+            return None if ordered == list(names) else ordered
+    return None
+
+
+def _schemas_of(function: Any) -> list[Any]:
+    """Return the schemas of a kernel, or of the kernels behind a function written in C++."""
+    if isinstance(function, torch._ops.OpOverload):
+        return [function._schema]
+    if isinstance(function, torch._ops.OpOverloadPacket):
+        return [getattr(function, name)._schema for name in function.overloads()]
+    if isinstance(function, FunctionType):
+        return []
+    name = getattr(function, "__name__", "")
+    return list(torch._C._jit_get_schemas_for_operator(f"aten::{name}")) if name else []
 
 
 def spellings_of_operator(target: Any) -> list[Any]:

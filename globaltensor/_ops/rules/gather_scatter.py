@@ -737,3 +737,6 @@ def _where(op: OpDescription, *args: Any, **kwargs: Any) -> None:
         )
     else:
         _choice_by_mask(op, *args, **kwargs)
+        choices = [a for a in (*args, *kwargs.values()) if a is not condition]
+        if all(isinstance(a, Arg) for a in choices):  # a number would be added by every rank
+            op.linear = [frozenset(a.index for a in choices)]

@@ -22,8 +22,8 @@ pointwise(
     "neg negative conj conj_physical resolve_conj resolve_neg real imag positive deg2rad rad2deg",
     linear="each",
 )
-# A choice by a mask is linear in the things chosen.
-pointwise("where", linear="rest")
+# A choice by a mask. It is linear in the things chosen: `gather_scatter` says which these are.
+pointwise("where")
 
 pointwise(
     "abs absolute acos arccos acosh arccosh asin arcsin asinh arcsinh atan arctan atanh arctanh "

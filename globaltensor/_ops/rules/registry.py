@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..._base.python_numbers import is_number
-from ..._base.torch_private import spellings_of_operator
+from ..._base.torch_private import all_overloads, spellings_of_operator
 from .notation import Arg, OpDescription, align, parse
 
 __all__ = [
@@ -261,7 +261,6 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
       "each"   linear in each operand separately (a product)
       "first"  linear in the first operand only (a quotient)
       "joint"  linear in all tensor operands together, if no plain number is added (a sum)
-      "rest"   linear in all operands but the first together (a choice by a mask)
       "two"    linear in the first two operands together (a point between them)
     """
 
@@ -286,8 +285,6 @@ def pointwise(names: str, *, linear: str = "", carries: bool = False, outs: int 
             op.linear = [] if numbers else [frozenset(range(n))]
         elif linear == "two" and n > 1 and all(isinstance(a, Arg) for a in args[:2]):
             op.linear = [frozenset((0, 1))]
-        elif linear == "rest" and not numbers:
-            op.linear = [frozenset(range(1, n))]
 
     rule(names.split(), scalars=True)(describe)
 
@@ -315,8 +312,10 @@ def _with_factors(function: Callable[..., Any], names: Sequence[str]) -> Callabl
 def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return ``function`` with its plain number arguments made into 0-dim global tensors.
 
-    A number added to a partial sum must be added only once.
+    A number added to a partial sum must be added only once. The overload ``aten.add.Scalar``
+    accepts no tensor, so the operator itself is called. Its third argument is the factor.
     """
+    operator = all_overloads(function)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         x = next(a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor))
@@ -328,9 +327,10 @@ def numbers_as_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
                 return x.new_full((), a, dtype=torch.bool)
             return x.new_full((), a, dtype=torch.result_type(torch.empty((), dtype=x.dtype), a))
 
-        return function(
-            *[tensor(a) for a in args],
-            **{k: a if k == "alpha" else tensor(a) for k, a in kwargs.items()},
+        named = kwargs if len(args) < 3 else {**kwargs, "alpha": args[2]}
+        return operator(
+            *[tensor(a) for a in args[:2]],
+            **{k: a if k == "alpha" else tensor(a) for k, a in named.items()},
         )
 
     return call
