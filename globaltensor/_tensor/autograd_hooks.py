@@ -23,7 +23,7 @@ from ..boxing import box
 from ..errors import SbpError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
-from .gradients.reducer import observe_gradients, reducer
+from .gradients.reducer import call_accumulated_hooks, observe_gradients, reducer
 from .gradients.watchers import Watcher
 from .history import GRADIENT, record
 from .pending_tensor import local_of
@@ -101,7 +101,8 @@ def register_post_accumulate_grad_hook(
     """Call ``hook(tensor)`` once ``tensor.grad`` holds the sum over all ranks.
 
     Under ``no_sync()`` that is only after the pass that sums. Returns a handle with ``remove()``.
-    Raises RuntimeError where the tensor is no leaf.
+    Raises RuntimeError where the tensor is no leaf. The pass raises GlobalTensorError where a hook
+    returns a value.
     """
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
@@ -125,8 +126,7 @@ def _arm_leaf_hooks(leaf: GlobalTensor) -> None:
     def run(local: Any) -> None:
         x = owner()
         if x is not None and x._leaf is None and x._local is local:
-            for hook in list(x.__dict__["_accumulated"].values()):
-                hook(x)
+            call_accumulated_hooks(x, x.__dict__["_accumulated"])
 
     leaf._local.register_post_accumulate_grad_hook(run)
 

@@ -430,6 +430,28 @@ def test_several_hooks_after_accumulation() -> None:
 
 
 @on(2)
+def test_a_hook_after_accumulation_must_return_none() -> None:
+    """torch refuses a hook that returns a gradient. Ignoring the value would train with another
+    gradient than the hook's author meant."""
+    x = leaf(values(5, 4, seed=1), S(0)).detach()
+    for sbp in (B, S(0), S(1), P):
+        for returned in (lambda t: t.grad * 0.5, lambda t: 1, lambda t: t.grad.mul_(2)):
+            w = leaf(values(4, 3), sbp)
+            handle = w.register_post_accumulate_grad_hook(returned)
+            with pytest.raises(RuntimeError, match=r"post accumulate grad hook .* return None"):
+                (x @ w).sum().backward()
+            handle.remove()
+            w.grad = None
+            (x @ w).sum().backward()
+            assert w.grad.sum().item() == pytest.approx(float(values(5, 4, seed=1).sum()) * 3)
+    plain = nn.Linear(4, 3)
+    plain.weight.register_post_accumulate_grad_hook(lambda t: t.grad * 0.5)
+    model = flow.parallelize(plain, everyone(), "data")
+    with pytest.raises(RuntimeError, match=r"post accumulate grad hook .* return None"):
+        model(x.float()).sum().backward()
+
+
+@on(2)
 def test_hooks_stay_with_a_leaf_that_gets_other_data() -> None:
     """The leaf is the same object after model.half() or p.data = ..., with its hooks and their
     handles."""
