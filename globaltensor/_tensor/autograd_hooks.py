@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .._base import torch_private
 from ..boxing import box
-from ..errors import SbpError
+from ..errors import SbpError, ShapeError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 from .gradients.reducer import call_accumulated_hooks, observe_gradients, reducer
@@ -46,6 +46,11 @@ def _unwrap_hook_result(grad: Any, dual: Spec | None) -> Any:
         return grad
     if not isinstance(grad, GlobalTensor):
         raise SbpError("a hook on a global tensor must return a global tensor or None")
+    if grad.shape != dual.shape:
+        raise ShapeError(
+            f"a hook on a tensor of shape {list(dual.shape)} returned a gradient of shape "
+            f"{list(grad.shape)}: return one of the tensor's shape, or None"
+        )
     record("gradient from a hook", grad)
     grad = grad._materialize()
     return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
@@ -56,7 +61,8 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
 
     ``grad`` is global, in the dual of the tensor's sbp. The hook may return another gradient.
     Collective: every rank registers the same hooks in the same order. Returns a handle with
-    ``remove()``. Raises SbpError where a hook returns a local tensor.
+    ``remove()``. Raises SbpError where a hook returns a local tensor, and ShapeError
+    where it returns a gradient of another shape.
     """
     # This rank observes gradients early, which changes how all ranks sum them.
     record("register_hook", self)

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import KernelError, SbpError, noted
+from globaltensor.errors import KernelError, SbpError, ShapeError, noted
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()
@@ -371,6 +371,11 @@ def test_what_hooks_must_not_do() -> None:
     with pytest.raises(SbpError, match="must return a global tensor"):
         y.sum().backward()
     handle.remove()
+    for hooked in (x, x * 2):  # the error says what the hook did, not how boxing failed
+        handle = hooked.register_hook(lambda g: g[:1])
+        with pytest.raises(ShapeError, match=r"shape \[5, 4\] returned .* shape \[1, 4\]"):
+            hooked.sum().backward()
+        handle.remove()
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
         x.detach().register_hook(lambda g: None)
     with pytest.raises(RuntimeError, match="non-leaf"):
