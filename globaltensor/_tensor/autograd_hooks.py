@@ -20,10 +20,10 @@ from torch.utils.hooks import RemovableHandle
 
 from .._base import torch_private
 from ..boxing import box
-from ..errors import SbpError
+from ..errors import SbpError, ShapeError
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
-from .gradients.reducer import observe_gradients, reducer
+from .gradients.reducer import call_accumulated_hooks, observe_gradients, reducer
 from .gradients.watchers import Watcher
 from .history import GRADIENT, record
 from .pending_tensor import local_of
@@ -46,6 +46,11 @@ def _unwrap_hook_result(grad: Any, dual: Spec | None) -> Any:
         return grad
     if not isinstance(grad, GlobalTensor):
         raise SbpError("a hook on a global tensor must return a global tensor or None")
+    if grad.shape != dual.shape:
+        raise ShapeError(
+            f"a hook on a tensor of shape {list(dual.shape)} returned a gradient of shape "
+            f"{list(grad.shape)}: return one of the tensor's shape, or None"
+        )
     record("gradient from a hook", grad)
     grad = grad._materialize()
     return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
@@ -56,7 +61,8 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
 
     ``grad`` is global, in the dual of the tensor's sbp. The hook may return another gradient.
     Collective: every rank registers the same hooks in the same order. Returns a handle with
-    ``remove()``. Raises SbpError where a hook returns a local tensor.
+    ``remove()``. Raises SbpError where a hook returns a local tensor, and ShapeError
+    where it returns a gradient of another shape.
     """
     # This rank observes gradients early, which changes how all ranks sum them.
     record("register_hook", self)
@@ -101,7 +107,8 @@ def register_post_accumulate_grad_hook(
     """Call ``hook(tensor)`` once ``tensor.grad`` holds the sum over all ranks.
 
     Under ``no_sync()`` that is only after the pass that sums. Returns a handle with ``remove()``.
-    Raises RuntimeError where the tensor is no leaf.
+    Raises RuntimeError where the tensor is no leaf. The pass raises GlobalTensorError where a hook
+    returns a value.
     """
     if not self._local.is_leaf:
         raise RuntimeError("post accumulate grad hooks cannot be registered on non-leaf tensors")
@@ -125,8 +132,7 @@ def _arm_leaf_hooks(leaf: GlobalTensor) -> None:
     def run(local: Any) -> None:
         x = owner()
         if x is not None and x._leaf is None and x._local is local:
-            for hook in list(x.__dict__["_accumulated"].values()):
-                hook(x)
+            call_accumulated_hooks(x, x.__dict__["_accumulated"])
 
     leaf._local.register_post_accumulate_grad_hook(run)
 

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
-from globaltensor.errors import KernelError, SbpError, noted
+from globaltensor.errors import KernelError, SbpError, ShapeError, noted
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 BODIES = Bodies()
@@ -371,6 +371,11 @@ def test_what_hooks_must_not_do() -> None:
     with pytest.raises(SbpError, match="must return a global tensor"):
         y.sum().backward()
     handle.remove()
+    for hooked in (x, x * 2):  # the error says what the hook did, not how boxing failed
+        handle = hooked.register_hook(lambda g: g[:1])
+        with pytest.raises(ShapeError, match=r"shape \[5, 4\] returned .* shape \[1, 4\]"):
+            hooked.sum().backward()
+        handle.remove()
     with pytest.raises(RuntimeError, match="doesn't require gradient"):
         x.detach().register_hook(lambda g: None)
     with pytest.raises(RuntimeError, match="non-leaf"):
@@ -427,6 +432,28 @@ def test_several_hooks_after_accumulation() -> None:
         (x @ w).sum().backward()
         assert [name for name, _ in calls] == ["a", "b", "b"]
         assert [v for _, v in calls] == pytest.approx([total, total, 2 * total])
+
+
+@on(2)
+def test_a_hook_after_accumulation_must_return_none() -> None:
+    """torch refuses a hook that returns a gradient. Ignoring the value would train with another
+    gradient than the hook's author meant."""
+    x = leaf(values(5, 4, seed=1), S(0)).detach()
+    for sbp in (B, S(0), S(1), P):
+        for returned in (lambda t: t.grad * 0.5, lambda t: 1, lambda t: t.grad.mul_(2)):
+            w = leaf(values(4, 3), sbp)
+            handle = w.register_post_accumulate_grad_hook(returned)
+            with pytest.raises(RuntimeError, match=r"post accumulate grad hook .* return None"):
+                (x @ w).sum().backward()
+            handle.remove()
+            w.grad = None
+            (x @ w).sum().backward()
+            assert w.grad.sum().item() == pytest.approx(float(values(5, 4, seed=1).sum()) * 3)
+    plain = nn.Linear(4, 3)
+    plain.weight.register_post_accumulate_grad_hook(lambda t: t.grad * 0.5)
+    model = flow.parallelize(plain, everyone(), "data")
+    with pytest.raises(RuntimeError, match=r"post accumulate grad hook .* return None"):
+        model(x.float()).sum().backward()
 
 
 @on(2)

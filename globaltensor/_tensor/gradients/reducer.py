@@ -14,7 +14,7 @@ import contextlib
 import math
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Reducer",
+    "call_accumulated_hooks",
     "dtype_of_sum",
     "fuse_loss_count",
     "no_sync",
@@ -475,10 +476,27 @@ class Reducer:
             for leaf in self.finished:
                 owner = leaf.owner() if leaf.hooks else None
                 if owner is not None:
-                    for hook in list(leaf.hooks.values()):
-                        hook(owner)
+                    call_accumulated_hooks(owner, leaf.hooks)
         finally:
             self.abort()
+
+
+def call_accumulated_hooks(
+    leaf: GlobalTensor, hooks: Mapping[int, Callable[[GlobalTensor], Any]]
+) -> None:
+    """Call the user's hooks of a leaf whose ``.grad`` is complete.
+
+    Raises GlobalTensorError where a hook returns a value, as torch refuses it: the value would
+    replace nothing.
+    """
+    for hook in list(hooks.values()):
+        if hook(leaf) is not None:
+            name = getattr(hook, "__qualname__", type(hook).__qualname__)
+            raise GlobalTensorError(
+                f"the post accumulate grad hook {name} must return None, for a value that it "
+                "returns does not replace the gradient: write to p.grad in the hook, "
+                "or return another gradient from a hook of p.register_hook"
+            )
 
 
 def reducer() -> Reducer:
