@@ -313,10 +313,9 @@ def tensor_backward(
         total._serial = self._serial  # a rank that has read the mean starts from the mean itself
         # Where the output's placement has not all ranks, a rank that sums leaves may not know the
         # count.
-        if (
-            reducer.reducer().may_owe(count.started)
-            and len(total._spec.placement.flat) == world().size
-        ):
+        if (count.started or reducer.reducer().may_owe()) and len(
+            total._spec.placement.flat
+        ) == world().size:
             run_with_pending_scale(
                 total._local, initial_cotangent(total, None), count, retain_graph
             )
@@ -331,10 +330,13 @@ def run_with_pending_scale(
 ) -> None:
     """Run the backward pass of ``total / count()`` from ``start``.
 
-    Where no user code observes intermediate gradients, the division by the count is deferred until
-    the gradients are summed."""
+    Where the ranks have not begun to add up the count, and no user code observes intermediate
+    gradients, the division by the count is deferred until the gradients are summed. All ranks
+    decide alike: a pass may move gradients between ranks, where those with the count's factor and
+    those without it must not be added."""
     gradient_reducer = reducer.reducer()
-    if not gradient_reducer.may_owe(count.started):
+    gradient_reducer.asked = False
+    if count.started or not gradient_reducer.may_owe():
         total_count = count()
         run(
             [total],
@@ -347,15 +349,11 @@ def run_with_pending_scale(
             None,
         )
         return
-    gradient_reducer.owed, gradient_reducer.scaled_after_sum, gradient_reducer.asked = (
-        count,
-        not count.started,
-        False,
-    )
+    gradient_reducer.owed = count
     try:
         run([total], [start / count.bound], retain_graph, False, None)
     finally:
-        gradient_reducer.owed, gradient_reducer.scaled_after_sum = None, False
+        gradient_reducer.owed = None
         count.drop()
 
 

@@ -85,11 +85,16 @@ def _recomputing() -> nn.Module:
     return model
 
 
+def _add_one(p: torch.Tensor) -> None:
+    assert p.grad is not None
+    p.grad.add_(1)
+
+
 def _hooked() -> nn.Module:
     model = _of(B)
     for p in model.parameters():
         p.register_hook(lambda grad: grad * 2)
-        p.register_post_accumulate_grad_hook(lambda p: p.grad.add_(1))
+        p.register_post_accumulate_grad_hook(_add_one)
     model.down.register_full_backward_hook(lambda module, inputs, outputs: None)
     return model
 

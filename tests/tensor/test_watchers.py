@@ -429,6 +429,39 @@ def test_a_look_that_one_rank_alone_still_holds_is_no_divergence(graphs: bool) -
     assert run_on(2, shared_out_while_held_on_one_rank, graphs) == [[True] * 4] * 2
 
 
+def moved_while_held_on_one_rank(of_x: Any, of_target: Any) -> list[bool]:
+    """Return, for each step, True if its gradient is that of one device. The pass may move
+    gradients between ranks. Only on the first rank an object that observed gradients is still
+    alive."""
+    ours, found = Task(False), []
+    ours.step(Doubled.apply)
+    Doubled.seen.clear()
+    kept = [ours.loss] if flow.env.get_rank() == 0 else []
+    ours.loss = None
+    gc.collect()
+    task, plain = Task(False), Task(True)
+    task.x, task.target = (
+        t.to_global(everyone(), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        for t, sbp in ((plain.x, of_x), (plain.target, of_target))
+    )
+    plain.step()
+    for _ in range(3):
+        task.step()
+        found.append(
+            torch.allclose(
+                torch.tensor(task.weight.grad.tolist(), dtype=torch.float64), plain.weight.grad
+            )  # type: ignore[union-attr,arg-type]
+        )
+    found.append(bool(kept) == (flow.env.get_rank() == 0))
+    return found
+
+
+@pytest.mark.parametrize("of_target", [B, S(0)], ids=["B", "S(0)"])
+@pytest.mark.parametrize("of_x", [B, S(0), S(1)], ids=["B", "S(0)", "S(1)"])
+def test_gradients_that_move_have_one_factor_on_all_ranks(of_x: Any, of_target: Any) -> None:
+    assert run_on(2, moved_while_held_on_one_rank, of_x, of_target) == [[True] * 4] * 2
+
+
 class Accumulating(flow.nn.Graph):
     def __init__(self, task: Task) -> None:
         super().__init__()

@@ -68,7 +68,9 @@ def reduce_partials_async(x: Tensor) -> Callable[[], Tensor]:
     whole = spec.replace(layout=[broadcast if a in axes else e for a, e in enumerate(spec.layout)])
     route = plan_boxing(spec, whole)
     if not route.bytes:
-        return lambda: reduce_partials(x)
+        # No operation on global tensors: each rank calls the function at a time of its own, and
+        # operations are compared between ranks.
+        return lambda: GlobalTensor.wrap(x._local.detach(), whole)
     local = x._local.detach().clone(memory_format=torch.contiguous_format)
     with log.boxing_sent_here(route, AHEAD):
         handle = this_world.comm(spec.placement.fiber(this_world.rank, axes)).all_reduce_async(

@@ -178,11 +178,9 @@ class Reducer:
         self.unwatched: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.queued = False
         self.before: list[Callable[[], None]] = []
-        # The factor that every gradient of the current pass must still be multiplied by.
+        # The factor that every gradient of the current pass must still be multiplied by, on all
+        # ranks.
         self.owed: PendingScale | None = None
-        # True if every rank's gradients lack the factor. Otherwise each rank decides alone, and
-        # multiplies its own gradients before the sum.
-        self.scaled_after_sum = False
         self.rides = False  # True if such numbers may be sent with gradients (`fuse_loss_count`)
         # the last such number was asked for before a backward pass could send it
         self.asked = False
@@ -211,13 +209,13 @@ class Reducer:
     def watched(self, value: bool) -> None:
         self._always = Watcher(self.watchers) if value else None
 
-    def may_owe(self, exchanged: bool) -> bool:
+    def may_owe(self) -> bool:
         """Return True if a factor may be pending on the gradients of a pass.
 
-        ``exchanged``: the ranks are exchanging the factor already, so each rank decides alone.
-        Otherwise the answer follows from what all ranks know.
+        The answer follows from what all ranks know. If each rank decided alone, gradients with the
+        factor and without it would be added where a backward pass moves them between ranks.
         """
-        return not (self.deferred or (self.watchers.alive if exchanged else self.watchers.open))
+        return not (self.deferred or self.watchers.open)
 
     @contextlib.contextmanager
     def deferring(self) -> Iterator[None]:
@@ -366,8 +364,6 @@ class Reducer:
         bucket.clear()
         if self.owed is not None:
             self.owed.start()
-        if not self.scaled_after_sum and (factor := self.factor()) != 1:
-            flat *= factor
         with log.exchanges("gradients: {} summed in one bucket to the ranks' shards", len(leaves)):
             handle = world().comm(first.ranks).reduce_scatter_async(chunks, "sum")
         self.under_way.append((leaves, handle, dtype))
@@ -379,9 +375,7 @@ class Reducer:
         leaves, handle, dtype = self.under_way.popleft()
         handle.wait()
         value, at = (
-            handle.value * factor
-            if self.scaled_after_sum and (factor := self.factor()) != 1
-            else handle.value,
+            handle.value * factor if (factor := self.factor()) != 1 else handle.value,
             0,
         )
         for leaf in leaves:
@@ -404,8 +398,7 @@ class Reducer:
         flat = row.flat if payload is not None else row.flat[:-1]
         if payload is not None:
             flat[-1].copy_(payload)
-        # A rank that computes the factor alone applies it before the sum. Whether a factor is
-        # pending is then this rank's own matter.
+        # Where the count has a sum of its own, the factor is known before the gradients are summed.
         later = payload is not None or (self.owed is not None and self.owed.attached)
         if not later and (factor := self.factor()) != 1:
             flat *= factor

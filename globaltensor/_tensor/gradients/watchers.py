@@ -8,10 +8,10 @@ A `Watcher` stands for one such reason. The object that makes gradients visible 
 closure, the node, the leaf. So the watcher is freed with that object, and needs no notification.
 
 The time at which an object is freed differs between ranks: a garbage collector may run on one rank
-and not on another. What a rank does alone may follow from the watchers that exist (``alive``). What
-the ranks do together follows from the watchers that the program has begun and ended, in the same
-order on all ranks (``open``). A watcher may be freed without an end. The ranks report that to each
-other (`Watchers.ask`), together with the number that the gradients of a pass are divided by.
+and not on another. So ranks decide by the watchers that the program has begun and ended, in the
+same order on all ranks (``open``). A watcher may be freed without an end: it is no longer
+``alive``. The ranks report that to each other (`Watchers.ask`), together with the number that the
+gradients of a pass are divided by.
 """
 
 from __future__ import annotations
