@@ -70,7 +70,7 @@ def searched(
 
 def number(loss: Tensor) -> float:
     if isinstance(loss, flow.GlobalTensor):  # bring it to every rank, from any stage
-        loss = loss.detach().to_global(flow.placement.all("cpu"), B)._local  # type: ignore[attr-defined]
+        loss = loss.detach().to_global(flow.placement.all("cpu"), B).to_local()  # type: ignore[attr-defined]
     return loss.item()
 
 
