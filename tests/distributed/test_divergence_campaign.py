@@ -34,7 +34,7 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CAMPAIGNS)
 @pytest.mark.timeout(600)
 @pytest.mark.sweep(2)

@@ -422,7 +422,7 @@ flow.run(work)
 
 
 @pytest.mark.parametrize(
-    ("number", "deaf"), [(signal.SIGINT, True), (signal.SIGTERM, False), (signal.SIGKILL, False)]
+    ("number", "deaf"), [(signal.SIGTERM, False), (signal.SIGINT, True), (signal.SIGKILL, False)]
 )
 @pytest.mark.sweep(3)
 def test_an_end_from_outside_leaves_nobody(number: signal.Signals, deaf: bool, mark: Path) -> None:

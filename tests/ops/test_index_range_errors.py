@@ -139,8 +139,12 @@ def on_ranks() -> list[str]:
     return told
 
 
-def test_every_rank_tells_it() -> None:
+@pytest.mark.extended
+def test_every_simulated_rank_tells_it() -> None:
     simulate(2, on_ranks)
+
+
+def test_every_rank_tells_it() -> None:
     first, other = run_on(2, on_ranks)
     assert first == other
     assert len(first) > 200
