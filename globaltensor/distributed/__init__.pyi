@@ -49,6 +49,7 @@ from . import divergence as divergence
 from . import communicator as communicator
 from . import file_rendezvous as file_rendezvous
 from . import network as network
+from . import store_liveness as store_liveness
 from . import world_base as world_base
 from . import world as world
 from . import gloo_call_check as gloo_call_check
