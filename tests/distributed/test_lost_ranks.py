@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 from pathlib import Path
 
@@ -181,3 +182,18 @@ def test_gloo_ends_no_rank_without_a_word(tmp_path: Path, sizes: tuple[int, int]
     else:
         assert "rank 0 has ended" in other
         assert "TCPStore" not in other, "torch's C++ trace of the store that rank 0 served"
+
+
+OWN_COLLECTIVE = """
+x.to_global(sbp=B)  # the library's last collective: it is over
+torch.distributed.all_reduce(torch.ones(8 if rank == 1 else 64))
+torch.distributed.barrier()
+"""
+
+
+def test_gloo_keeps_its_words_for_a_collective_of_the_user(tmp_path: Path) -> None:
+    """The ranks' operations on global tensors are the same, so nothing is said of them."""
+    ended = ran(tmp_path, OWN_COLLECTIVE, GLOBALTENSOR_SHARED_MEMORY="0")
+    assert ended[1][0] == -signal.SIGABRT
+    assert "op.preamble.length" in ended[1][1]
+    assert "diverged" not in ended[1][1]

@@ -385,15 +385,22 @@ class Sharing(flow.nn.Graph):
         return loss
 
 
+def held_on_first_rank(task: Task) -> list[Any]:
+    """Return the loss of an observed pass, which keeps its observers alive, on the first rank.
+    Return an empty list on the others."""
+    task.step(Doubled.apply)
+    Doubled.seen.clear()
+    kept = [task.loss] if flow.env.get_rank() == 0 else []
+    task.loss = None
+    gc.collect()
+    return kept
+
+
 def shared_out_while_held_on_one_rank(graphs: bool) -> list[bool]:
     """Return, for each step, True if its loss is that of one device. Only on the first rank an
     object that observed gradients is still alive."""
     ours, found = Task(False), []
-    ours.step(Doubled.apply)
-    Doubled.seen.clear()
-    kept = [ours.loss] if flow.env.get_rank() == 0 else []
-    ours.loss = None
-    gc.collect()
+    kept = held_on_first_rank(ours)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 6), nn.Tanh(), nn.Linear(6, 5)).double()
     plain = copy.deepcopy(model)
@@ -433,12 +440,7 @@ def moved_while_held_on_one_rank(of_x: Any, of_target: Any) -> list[bool]:
     """Return, for each step, True if its gradient is that of one device. The pass may move
     gradients between ranks. Only on the first rank an object that observed gradients is still
     alive."""
-    ours, found = Task(False), []
-    ours.step(Doubled.apply)
-    Doubled.seen.clear()
-    kept = [ours.loss] if flow.env.get_rank() == 0 else []
-    ours.loss = None
-    gc.collect()
+    kept, found = held_on_first_rank(Task(False)), []
     task, plain = Task(False), Task(True)
     task.x, task.target = (
         t.to_global(everyone(), B).to_global(sbp=sbp)  # type: ignore[attr-defined]

@@ -486,8 +486,8 @@ def call_accumulated_hooks(
         if hook(leaf) is not None:
             name = getattr(hook, "__qualname__", type(hook).__qualname__)
             raise GlobalTensorError(
-                f"the post accumulate grad hook {name} must return None, for a value that it "
-                "returns does not replace the gradient: write to p.grad in the hook, "
+                f"the post accumulate grad hook {name} must return None, because a value that "
+                "it returns does not replace the gradient: write to p.grad in the hook, "
                 "or return another gradient from a hook of p.register_hook"
             )
 

@@ -16,9 +16,10 @@ import ctypes
 import functools
 import os
 import sys
-import threading
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+from types import FrameType
 from typing import Any, Final
 
 from ..._base.user_code import user_line
@@ -28,6 +29,8 @@ from ..world import ProcessWorld, running
 
 __all__ = ["install", "peer_reports"]
 
+# The module whose functions wait for gloo.
+_COLLECTIVES: Final = str(Path(__file__).with_name("process_group_comm.py"))
 _KEY: Final = "globaltensor/size_mismatch"
 _STORE_SECONDS: Final = 5.0
 _DETAIL: Final = "gloo received a longer message than this collective has"
@@ -76,13 +79,13 @@ def _name_of(type_info: int | None) -> bytes:
 def _report_and_exit() -> None:
     """Publish and print what this rank was doing, and end the process with exit code 1.
 
-    It runs on a thread of gloo. The thread that waits for the collective is stopped in it. Return
-    if this rank is in no collective on global tensors.
+    It runs on a thread of gloo, while another thread waits in the collective. Return if no thread
+    waits in a collective of this library: the message then belongs to the user's own collective.
     """
-    world = running()
-    if not isinstance(world, ProcessWorld) or not world.kind:
+    world, frame = running(), _frame_in_collective()
+    if not isinstance(world, ProcessWorld) or frame is None:
         return
-    line = _line_of_main_thread()
+    line = user_line(frame)
     operations = [item for h in world.histories.values() for item in h.operations.items()]
     report = Report(
         world.rank, world.kind, spelled(world.purpose), line, "", operations, None, _DETAIL
@@ -101,10 +104,15 @@ def _report_and_exit() -> None:
     os._exit(1)
 
 
-def _line_of_main_thread() -> str:
-    ident = threading.main_thread().ident
-    frame = None if ident is None else sys._current_frames().get(ident)
-    return user_line() if frame is None else user_line(frame)
+def _frame_in_collective() -> FrameType | None:
+    """Return the innermost frame of a thread that is in a collective over gloo, or None."""
+    for innermost in sys._current_frames().values():
+        frame: FrameType | None = innermost
+        while frame is not None:
+            if frame.f_code.co_filename == _COLLECTIVES:
+                return innermost
+            frame = frame.f_back
+    return None
 
 
 def peer_reports(world: ProcessWorld, ranks: Sequence[int]) -> list[Report]:
