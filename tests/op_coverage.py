@@ -13,10 +13,10 @@ more). Each runs on 2, 4 and 2x2 simulated ranks, in up to three fixed layouts a
 partial sums among them. Shards have unequal sizes, and are empty if there are fewer elements than
 ranks.
 
-The verdict **right** means plain torch's numbers in every layout; of ops that draw random numbers only
-shapes and dtypes are compared. The verdict **some** means right or refused with an error that names a
-fix, never wrong. The verdict **refused** means refused in every layout, **wrong** means other numbers,
-and **error** means an error that is not the library's.
+The verdict **right** means plain torch's numbers in every layout; of ops that draw random numbers
+only shapes and dtypes are compared. The verdict **some** means right or refused with an error that
+names a fix, never wrong. The verdict **refused** means refused in every layout, **wrong** means
+other numbers, and **error** means an error that is not the library's.
 DTensor's columns use the same samples on two ranks, in the layouts that do not mix: every operand
 split by its first dim, the first operand only, or all by the last dim. There **some** means that
 DTensor raises in some of these layouts, and **fails** that it raises in all.

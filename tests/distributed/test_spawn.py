@@ -342,8 +342,8 @@ class SlowToArrive:
 
 
 def test_a_start_that_takes_too_long(mark: Path) -> None:
-    with pytest.raises(WorldError, match=r"rank 0 of 1 had not begun after 4 s \(start_timeout\)"):
-        flow.run(print, SlowToArrive(), nprocs=1, start_timeout=4)
+    with pytest.raises(WorldError, match=r"rank 0 of 1 had not begun after 2 s \(start_timeout\)"):
+        flow.run(print, SlowToArrive(), nprocs=1, start_timeout=2)
     assert not alive(mark)
 
 

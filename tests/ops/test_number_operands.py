@@ -87,19 +87,23 @@ def compare(rows: list[Any], make: Callable[[Tensor], Tensor], dtypes: Any) -> N
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-def on_processes() -> list[Any]:
+def on_processes(dtypes: tuple[torch.dtype, ...]) -> list[Any]:
     line = flow.placement.all("cpu")
     wrong: list[Any] = []
-    compare(
-        wrong,
-        lambda x: x.to_global(line, B).to_global(sbp=P),
-        (torch.float32, torch.int64, torch.complex64),
-    )
+    compare(wrong, lambda x: x.to_global(line, B).to_global(sbp=P), dtypes)
     return wrong
 
 
-def test_a_number_of_any_type_is_added_once() -> None:
-    assert run_on(2, on_processes) == [[], []]
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.int64,),
+        pytest.param((torch.float32, torch.complex64), marks=pytest.mark.extended),
+    ],
+    ids=["integers", "others"],
+)
+def test_a_number_of_any_type_is_added_once(dtypes: tuple[torch.dtype, ...]) -> None:
+    assert run_on(2, on_processes, dtypes) == [[], []]
 
 
 @pytest.mark.parametrize("sbp", [[P, P], [S(0), P], [P, B]])

@@ -66,7 +66,7 @@ def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_what_torch_refuses(start: int) -> None:
     wrong = []
     for op in OPS[start : start + CHUNK]:

@@ -139,7 +139,9 @@ def on_special(functions: list[Any]) -> None:
 
 
 @pytest.mark.long
-def test_nans_infinities_and_equals() -> None:
+@pytest.mark.parametrize("n", [3, 7, 2, 4])
+@pytest.mark.sweep(2)
+def test_nans_infinities_and_equals(n: int) -> None:
     functions = [torch.argmax, torch.argmin]
     functions += [
         partial(f, dim=0)
@@ -162,8 +164,7 @@ def test_nans_infinities_and_equals() -> None:
         partial(f, dim=0, descending=b) for f in (torch.sort, torch.argsort) for b in (False, True)
     ]
     with use_cluster(Cluster(launch=0.0, latency=0.0)):
-        for n in (2, 3, 4, 7):
-            simulate(n, on_special, functions)
+        simulate(n, on_special, functions)
 
 
 def on_halves(dtype: torch.dtype) -> None:

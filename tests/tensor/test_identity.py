@@ -68,7 +68,7 @@ def told(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(0, len(OPS), CHUNK))
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_every_function_returns_what_torch_returns(start: int) -> None:
     placement, wrong = flow.placement("cpu", [0]), []
     for op in OPS[start : start + CHUNK]:

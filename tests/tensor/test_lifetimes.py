@@ -389,14 +389,14 @@ def plans_hold_no_arguments() -> list[bool]:
         "in place": lambda x: x.mul_(2.0),
         "operand": lambda x: nn.functional.dropout(x, training=False),
     }
-    gone = []
+    held = []
     for call in calls.values():
         x = rows(3, 5)
-        held = weakref.ref(x._local)
+        held.append(weakref.ref(x._local))
         call(x)
         del x
-        gc.collect()
-        gone.append(held() is None)
+    gc.collect()
+    gone = [operand() is None for operand in held]
     assert gone == [True] * len(calls), dict(zip(calls, gone, strict=True))
     return gone
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -68,9 +68,14 @@ def trained(
     return [optimizer.step(closure).item() for _ in range(steps)]  # type: ignore[union-attr,arg-type]
 
 
-def optimizers_made_before(axes: int) -> None:
+#: An optimizer of each kind: a call for each parameter, for all, and a closure.
+FEW_OPTIMIZERS = ("sgd", "adamw foreach", "lbfgs")
+
+
+def optimizers_made_before(axes: int, names: Iterable[str] = OPTIMIZERS) -> None:
     where = everyone(axes)
-    for name, make in OPTIMIZERS.items():
+    for name in names:
+        make = OPTIMIZERS[name]
         for plan in PLANS:
             for before in (0, 1):  # steps before the conversion, so that the optimizer has state
                 reference = mlp()
@@ -97,6 +102,11 @@ def optimizers_made_before(axes: int) -> None:
 
 def test_optimizers_made_before_train() -> None:
     run_on(2, optimizers_made_before, 1, timeout=120.0)
+    run_on(4, optimizers_made_before, 2, FEW_OPTIMIZERS, timeout=240.0)
+
+
+@pytest.mark.extended
+def test_all_optimizers_made_before_train_on_a_grid() -> None:
     run_on(4, optimizers_made_before, 2, timeout=240.0)
 
 
