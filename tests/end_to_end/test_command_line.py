@@ -368,7 +368,7 @@ def sleeps() -> None:
 
 @pytest.mark.usefixtures("alone", "warm_ranks")
 @pytest.mark.parametrize(
-    ("fn", "seconds", "told"), [(dies, 60.0, "rank 1 .*SIGKILL"), (sleeps, 3.0, "had not")]
+    ("fn", "seconds", "told"), [(dies, 60.0, "rank 1 .*SIGKILL"), (sleeps, 8.0, "had not")]
 )
 def test_ranks_that_do_not_talk(
     fn: Any, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
