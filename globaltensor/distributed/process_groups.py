@@ -21,7 +21,7 @@ from ..errors import WorldError
 from .backends.select import backend_names, missing_requirement, register_backend, select_backend
 from .cluster_env import Detected, detect
 from .network import choose_gloo_interface, gloo_hint, machine_name
-from .world import ProcessWorld, meeting, reset_world, running, world
+from .world import ProcessWorld, await_all_ranks, meeting, reset_world, running, world
 from .world import timeout as default_timeout
 
 __all__ = [
@@ -105,6 +105,7 @@ def init_process_group(
     try:
         with _serve_store(where.get("init_method")):
             dist.init_process_group(chosen, **where, **options)
+            await_all_ranks()
     except (RuntimeError, ValueError) as error:
         if isinstance(error, ValueError) and not missing_requirement(chosen):
             raise  # torch's own error about its arguments

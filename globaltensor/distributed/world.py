@@ -34,6 +34,7 @@ from .store_liveness import store_answers
 from .world_base import World, forget_derived
 
 __all__ = [
+    "await_all_ranks",
     "placeholder",
     "reset_world",
     "running",
@@ -408,6 +409,21 @@ def meeting(place: Detected, timeout: timedelta) -> dict[str, Any]:
     return {"store": rendezvous(place, timeout)} | who
 
 
+def await_all_ranks() -> None:
+    """Wait until all ranks have joined torch's group of all ranks, if gloo connects them.
+
+    Gloo's connections are complete on one rank before they are on another. If that rank ended at
+    once, the others could not join: they would find the connection closed.
+    """
+    group = dist.group.WORLD
+    if group is None or group.size() == 1:
+        return
+    if "cpu:gloo" in str(dist.get_backend_config(group)):
+        options = dist.BarrierOptions()
+        options.device = torch.device("cpu")
+        group.barrier(options).wait()
+
+
 def _join(place: Detected) -> None:
     backend = select_backend(place=place)
     register_backend(backend)
@@ -415,6 +431,7 @@ def _join(place: Detected) -> None:
     where = meeting(place, timeout())
     try:
         dist.init_process_group(backend, **where, timeout=timeout())
+        await_all_ranks()
     except (RuntimeError, ValueError) as error:
         raise WorldError(
             f"rank {place.rank} of {place.world_size} (started by {place.source}) could not join "

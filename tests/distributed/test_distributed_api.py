@@ -19,6 +19,7 @@ from support.mpi import mpirun, needs_mpi
 from support.pool import RanksFailed, run_on
 from support.program import LAUNCH, run
 from support.sweep import sweep
+from support.warm_python import warmed
 
 import globaltensor as flow
 import globaltensor.distributed as dist
@@ -508,6 +509,58 @@ def test_ranks_of_a_launcher_may_meet_at_an_address_of_their_own(tmp_path: Path)
         code, out = run(
             [*LAUNCH, "--nproc_per_node", "2", str(tmp_path / "elsewhere.py"), str(port)], 60
         )
+    assert code == 0, out
+
+
+#: The last rank reads each address late. The others are connected before it is, and end at once.
+JOINS_LATE = """
+import os, sys, time
+import globaltensor.distributed as d
+import torch.distributed as dist
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+class Late(dist.Store):
+    def __init__(self, store):
+        super().__init__()
+        self.store = store
+    def set(self, key, value):
+        self.store.set(key, value)
+    def get(self, key):
+        time.sleep(0.4 if rank == size - 1 else 0.0)
+        return self.store.get(key)
+    def wait(self, keys, *timeout):
+        self.store.wait(keys, *timeout)
+    def add(self, key, number):
+        return self.store.add(key, number)
+    def check(self, keys):
+        return self.store.check(keys)
+    def has_extended_api(self):
+        return False
+
+store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), size, False)
+d.init_process_group("gloo", store=Late(store), rank=rank, world_size=size)
+"""
+
+
+@pytest.mark.parametrize(
+    "automatic",
+    [pytest.param(False, marks=pytest.mark.extended), True],
+    ids=["by call", "automatic"],
+)
+def test_a_rank_that_ends_at_once_has_waited_until_all_have_joined(
+    automatic: bool, tmp_path: Path
+) -> None:
+    """Gloo's connections are complete on one rank before they are on another."""
+    script = tmp_path / "script.py"
+    if automatic:
+        start = "import globaltensor as flow\nfrom globaltensor.distributed import world\n"
+        start += "world.meeting = lambda *_: {'store': Late(store), 'rank': rank, "
+        start += "'world_size': size}\nflow.env.get_world_size()\n"
+        script.write_text(JOINS_LATE.replace(JOINS_LATE.strip().splitlines()[-1], start))
+    else:
+        script.write_text(JOINS_LATE)
+    code, out = run(warmed([*LAUNCH, "--nproc_per_node", "4", "--backend", "gloo", str(script)]))
     assert code == 0, out
 
 
