@@ -174,6 +174,7 @@ def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True], ids=["apart", "tied"])
+@pytest.mark.sweep(2)
 def test_a_plan_in_stages_and_micro_batches(tied: bool) -> None:
     plan = searched(4, only((2,), 2, 4, schedules=("1f1b",)), tied=tied)
     stages = plan.choices["stages"]

@@ -35,7 +35,7 @@ def all_looks(dual: Dual) -> float:
 @pytest.mark.long
 @pytest.mark.parametrize("share", [0.25, 0.45, 0.7])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(8)
 def test_no_plan_of_a_schedule_takes_less_than_its_bound(
     share: float, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

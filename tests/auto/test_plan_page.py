@@ -781,6 +781,7 @@ def looked_at(plan: Plan, tmp_path: Path, frame: int | None = None) -> dict[str,
 
 @needs_browser
 @pytest.mark.parametrize("make", [layered, pipelined], ids=["one mesh", "stages"])
+@pytest.mark.sweep(2)
 def test_nothing_is_lost_on_a_phone(make: Any, tmp_path: Path) -> None:
     seen = looked_at(make(4), tmp_path, PHONE)
     assert seen["width"] == PHONE
@@ -892,7 +893,7 @@ def test_marks_are_explained_under_the_pointer_and_at_focus(tmp_path: Path) -> N
     ],
     ids=["at the peak", "near", "far above", "none"],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_the_limit_is_in_the_memory_chart(
     factor: float | None, broken: int, words: str, tmp_path: Path
 ) -> None:

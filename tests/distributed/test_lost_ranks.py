@@ -164,7 +164,7 @@ large.to_global(sbp=B)
 
 @pytest.mark.parametrize("odd", [0, 1])
 @pytest.mark.parametrize("sizes", [(64, 8), (9000, 20)])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_gloo_ends_no_rank_without_a_word(tmp_path: Path, sizes: tuple[int, int], odd: int) -> None:
     """A message that is longer than the receiver expects ends its process. Its own rank is told in
     any case, and the other one where the store has not ended with that process."""

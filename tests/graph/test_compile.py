@@ -81,6 +81,7 @@ def calls(graph: Any) -> list[Any]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.sweep(2)
 def test_layers_are_compiled_once_and_numbers_stay(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,7 +140,7 @@ def spread_out(kind: str, marked: bool) -> tuple[list[float], int, int, int]:
 
 @pytest.mark.parametrize("kind", ["data", "tensor"])
 @pytest.mark.parametrize("marked", [False, True])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_collectives_stay_between_the_parts(kind: str, marked: bool) -> None:
     want = reference()
     for losses, made, inside, again in run_on(2, spread_out, kind, marked):

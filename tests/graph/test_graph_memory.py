@@ -64,7 +64,7 @@ def _peak(stage: int, micros: int) -> int:
 
 
 @pytest.mark.parametrize(("n", "micros"), [(2, 1), (2, 2), (4, 1)])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_zero_3_holds_a_share_and_one_layer(n: int, micros: int) -> None:
     """A rank under ZeRO-3 holds its shard and one layer. Parameters, gradients and the two states
     of AdamW are four times the model, undivided."""

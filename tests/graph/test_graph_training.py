@@ -499,7 +499,7 @@ def tiers(ways: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize(("way", "name"), tiers(FLAT))
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_spread_over_ranks(way: str, name: str) -> None:
     check(name, FLAT[way](name))
 
@@ -513,7 +513,7 @@ def test_in_stages(way: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["resnet", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_mixed_precision(way: str, name: str) -> None:
     """Mixed precision rounds bfloat16 products as eager autocast on one device does. Sums in
     another order differ by units in the last place (2**-8). If such a difference changes the sign

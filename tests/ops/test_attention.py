@@ -169,7 +169,7 @@ def test_lengths(grid: tuple[int, ...], method: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_two_axes(method: str) -> None:
     pairs = [
         ([S(0), S(2)], [S(0), S(2)]), ([S(1), S(2)], [S(1), S(2)]), ([S(2), S(1)], [S(2), S(1)]),
@@ -314,7 +314,7 @@ def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPa
 @pytest.mark.long
 @pytest.mark.parametrize("balanced", [512, 1], ids=["as they lie", "dealt"])
 @pytest.mark.parametrize("grid", [(2,), (3,), (2, 2)], ids=str)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_heads_in_turns(
     grid: tuple[int, ...], balanced: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def test_a_number_of_any_type_is_added_once(dtypes: tuple[torch.dtype, ...]) -> 
 
 
 @pytest.mark.parametrize("sbp", [[P, P], [S(0), P], [P, B]])
+@pytest.mark.sweep(2)
 def test_on_two_axes(sbp: list[Any]) -> None:
     def body() -> list[Any]:
         grid = flow.placement("cpu", [[0, 1], [2, 3]])

@@ -127,7 +127,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FILLS,
     ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "",
 )
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...]) -> None:
     for dtype in dtypes:
         for n in (*range(20), *range(20, 200, 7), 1000):

@@ -536,6 +536,7 @@ def _stored(tensors: Any) -> int:
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.sweep(2)
 def test_bytes_fall_as_zero_says(n: int) -> None:
     found = {stage: run_on(n, _bytes, stage)[0] for stage in (1, 2, 3)}
     for stage, f in found.items():

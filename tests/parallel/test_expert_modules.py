@@ -447,6 +447,7 @@ def on_processes(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.sweep(2)
 def test_models_on_real_processes(family: str) -> None:
     run_on(2, on_processes, family)
 

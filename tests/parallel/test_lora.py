@@ -485,6 +485,7 @@ def all_layouts(named: str) -> list[str]:
 
 
 @pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.sweep(2)
 def test_adapters_follow_the_layers_they_are_for(named: str) -> None:
     assert run_on(2, all_layouts, named) == [[]] * 2
 
@@ -518,6 +519,7 @@ def traffic(named: str) -> list[str]:
 
 
 @pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.sweep(2)
 def test_adapters_send_nothing_forward(named: str) -> None:
     assert run_on(2, traffic, named) == [[]] * 2
 
@@ -582,7 +584,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(16)
 def test_training_is_that_of_one_device(kind: str) -> None:
     assert run_on(2, trains, [kind], ON_TWO, list(CLASSES)) == [[]] * 2
 

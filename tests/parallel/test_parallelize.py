@@ -163,7 +163,7 @@ ON_FOUR = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 def test_trains_as_on_one_device(family: str) -> None:
     run_on(2, train, family, ON_TWO, 3)
 

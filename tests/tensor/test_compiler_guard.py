@@ -433,6 +433,7 @@ def warn_once(plan: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("plan", ["data", "tensor"])
+@pytest.mark.sweep(2)
 def test_one_warning_names_the_way_that_compiles(
     fresh_pool: Callable[[int], Pool], plan: str
 ) -> None:

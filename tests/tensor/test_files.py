@@ -480,6 +480,7 @@ def letter(i: int) -> bytes:
 
 
 @pytest.mark.parametrize("nameless", [True, False])
+@pytest.mark.sweep(2)
 def test_a_file_is_whole_whenever_its_writer_is_killed(
     tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

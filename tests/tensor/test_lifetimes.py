@@ -132,6 +132,7 @@ def steps(room: int, way: str) -> list[str]:
 
 @pytest.mark.parametrize("way", ["read", "in hooks", "clipped", "set to zero"])
 @pytest.mark.parametrize("room", [0, reducer.ROOM_BYTES], ids=["in rooms", "small"])
+@pytest.mark.sweep(2)
 def test_gradients_that_are_held_stay_as_they_are(room: int, way: str) -> None:
     assert run_on(2, steps, room, way) == [[]] * 2
 
