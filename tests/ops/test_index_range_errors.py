@@ -309,3 +309,60 @@ def test_a_graph_says_whose_numbers_its_error_has() -> None:
                 graph.build(split, index)
 
     simulate(2, body)
+
+
+# ------------------------------------------------------------------------------ singular matrices
+
+#: Functions that refuse a singular matrix, by its number in the stack.
+REFUSE_SINGULAR: dict[str, Callable[[Tensor], Any]] = {
+    "inv": torch.linalg.inv,
+    "inverse": torch.inverse,
+    "cholesky": torch.linalg.cholesky,
+    "lu_factor": torch.linalg.lu_factor,
+    "matrix_power": lambda x: torch.linalg.matrix_power(x, -1),
+    "solve": lambda x: torch.linalg.solve(x, torch.ones(3, 1, dtype=x.dtype)),
+    "svdvals": torch.linalg.svdvals,
+}
+
+
+def of_singular(layout: tuple[int, ...], grid: Any) -> dict[str, str]:
+    """Return what this rank says of each function."""
+    where, told = flow.placement("cpu", grid), {}
+    for name, function in REFUSE_SINGULAR.items():
+        x = stack(float("nan") if name == "svdvals" else 0.0)
+        ours = x.to_global(where, [B] * len(layout)).to_global(sbp=[S(d) for d in layout])  # type: ignore[attr-defined]
+        told[name] = refusal(function, ours)
+    return told
+
+
+def refusal(function: Callable[[Tensor], Any], x: Tensor) -> str:
+    try:
+        function(x)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def stack(wrong: float) -> Tensor:
+    """Return a stack of 5 x 2 identity matrices, of which the one at [3, 1] is wrong."""
+    matrices = torch.eye(3, dtype=torch.float64).repeat(5, 2, 1, 1)
+    matrices[3, 1] = wrong
+    return matrices
+
+
+@pytest.mark.parametrize(
+    ("layout", "grid", "owner"),
+    [((0,), [0, 1], 1), ((1,), [0, 1], 1), ((0, 1), [[0, 1], [2, 3]], 3)],
+    ids=["first dim", "second dim", "both"],
+)
+def test_a_singular_matrix_has_its_number_in_the_whole_stack(
+    layout: tuple[int, ...], grid: Any, owner: int
+) -> None:
+    """The rank that has the matrix reports it. The others have nothing to refuse."""
+    ranks = run_on(2 if len(layout) == 1 else 4, of_singular, layout, grid)
+    for name, function in REFUSE_SINGULAR.items():
+        want = refusal(function, stack(float("nan") if name == "svdvals" else 0.0))
+        assert "Batch element 7" in want, want
+        assert [told[name] for told in ranks] == [
+            want if rank == owner else "no error" for rank in range(len(ranks))
+        ]

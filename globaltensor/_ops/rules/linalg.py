@@ -5,18 +5,57 @@ The dims that these functions work on are not split. All other dims are parallel
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..._base import torch_private
 from .helpers import canonical, dims_of, reduced, register, skip_when_empty
-from .notation import Arg, OpDescription, align
+from .notation import Arg, LocalContext, OpDescription, align
 from .registry import RULES, rule
 
 __all__: list[str] = []
+
+_MATRIX_NUMBER = re.compile(r"(?<=\(Batch element )\d+(?=\))")
+
+
+def _count_in_global_stack(
+    op: OpDescription, function: Callable[..., Any], leads: int
+) -> Callable[[LocalContext], Callable[..., Any]]:
+    """Build a ``local`` whose errors number a singular matrix in the global stack of matrices.
+
+    PyTorch numbers it in the stack that it gets, which is this rank's local tensor. ``leads``: the
+    number of leading dims, those of the stack.
+    """
+    before = op.local
+
+    def local(split: LocalContext) -> Callable[..., Any]:
+        run = before(split) if before is not None else function
+        offsets, lengths = (numbers[:leads] for numbers in split.outs[0].box(split.rank))
+        shape = split.outs[0].shape[:leads]
+        if lengths == shape:
+            return run
+
+        def in_global_stack(number: re.Match[str]) -> str:
+            indices = np.unravel_index(int(number[0]), lengths)
+            moved = [int(i) + offset for i, offset in zip(indices, offsets, strict=True)]
+            return str(np.ravel_multi_index(moved, shape))
+
+        def run_local(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return run(*args, **kwargs)
+            except RuntimeError as error:  # LinAlgError is one
+                if (text := _MATRIX_NUMBER.sub(in_global_stack, str(error))) == str(error):
+                    raise
+                raise type(error)(text) from None
+
+        return run_local
+
+    return local
 
 
 def _declare_matrix_functions(
@@ -35,6 +74,7 @@ def _declare_matrix_functions(
             op.set(a, (*dims, *[None] * (a.ndim - len(shape))))
         op.out = [(*lead, *[None] * n) for n in outs]
         op.local = skip_when_empty(op, function)
+        op.local = _count_in_global_stack(op, function, len(lead))
 
     for name in names.split():
         for space in spaces:
@@ -168,6 +208,7 @@ def _solve(
     op.set(A, (*first, None, None))
     op.set(B, (*second, *[None] * tail))
     op.out = [(*lead, *[None] * tail), tuple(lead)]  # solve_ex returns an info code for each
+    op.local = _count_in_global_stack(op, op.function, len(lead))
     if not vector and B.ndim == A.ndim - 1:
         op.whole = set(lead)  # a local tensor might look like a stack of vectors
 
