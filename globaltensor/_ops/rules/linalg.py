@@ -24,8 +24,8 @@ _MATRIX_NUMBER = re.compile(r"(?<=\(Batch element )\d+(?=\))")
 
 
 def _count_in_global_stack(
-    op: OpDescription, function: Callable[..., Any], leads: int
-) -> Callable[[LocalContext], Callable[..., Any]]:
+    op: OpDescription, function: Callable[..., Any] | None, leads: int
+) -> Callable[[LocalContext], Callable[..., Any] | None]:
     """Build a ``local`` whose errors number a singular matrix in the global stack of matrices.
 
     PyTorch numbers it in the stack that it gets, which is this rank's local tensor. ``leads``: the
@@ -33,11 +33,11 @@ def _count_in_global_stack(
     """
     before = op.local
 
-    def local(split: LocalContext) -> Callable[..., Any]:
+    def local(split: LocalContext) -> Callable[..., Any] | None:
         run = before(split) if before is not None else function
         offsets, lengths = (numbers[:leads] for numbers in split.outs[0].box(split.rank))
         shape = split.outs[0].shape[:leads]
-        if lengths == shape:
+        if run is None or lengths == shape:
             return run
 
         def in_global_stack(number: re.Match[str]) -> str:
