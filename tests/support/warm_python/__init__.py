@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from globaltensor.distributed.launcher import parent_death_signal
 from support.shared_environment import shared_environment
 
 HERE = Path(__file__).parent
+START_SECONDS = 60.0  # torch takes seconds to import, longer when all cores are busy
 
 
 class _Server:
@@ -48,7 +50,10 @@ class _Server:
             [*tied, *server], env=variables, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
         )
         assert self.process.stdout is not None
-        assert self.process.stdout.readline() == b"ready\n"
+        answers, _, _ = select.select([self.process.stdout], [], [], START_SECONDS)
+        if not answers or self.process.stdout.readline() != b"ready\n":
+            self.close()
+            raise AssertionError(f"the server was not ready after {START_SECONDS:.0f} s")
 
     def close(self) -> None:
         self.process.terminate()
