@@ -85,7 +85,29 @@ class _ReplicatedInput(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
-        return box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor"), None
+        whole = box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor")
+        if whole.requires_grad and torch.is_grad_enabled():
+            whole = _ReplicatedOutput.apply(whole, ctx.spec)
+        return whole, None
+
+
+class _ReplicatedOutput(torch.autograd.Function):
+    """A broadcast tensor that leaves as a plain one, the same value on every rank.
+
+    Its gradient is plain too: every rank has all of it, and one of them counts.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
+        if grad.requires_grad and torch.is_grad_enabled():
+            grad = _ReplicatedInput.apply(grad, ctx.spec)
+        return box(grad, ctx.spec, ctx.spec.dual(), why="gradient of a plain gradient"), None
 
 
 def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Spec:

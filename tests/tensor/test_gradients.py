@@ -140,6 +140,34 @@ def test_gradient_penalty() -> None:
         same(ours[1].grad, plain[1].grad)
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_derivatives_of_the_gradient_of_a_plain_tensor(ranks: int) -> None:
+    """A plain input's gradient is plain, the same on every rank: what it adds counts once."""
+
+    def differentiated(w: torch.Tensor) -> list[torch.Tensor]:
+        x, found = values(5, 4).requires_grad_(), []
+        y = x.sin() @ w
+        for _ in range(3):
+            (y,) = torch.autograd.grad(y.square().sum() + y.sum(), x, create_graph=True)
+            found.append(y)
+            y = y + w.sum() * x  # the next derivative is that of a plain and a global tensor
+        y.square().mean().backward()
+        (g,) = torch.autograd.grad((x @ w).tanh().sum(), x, create_graph=True)
+        ((g.norm(dim=1) - 1) ** 2).mean().backward()  # a loss of plain tensors alone
+        assert x.grad is not None and w.grad is not None
+        return [*found, x.grad, w.grad]
+
+    def run() -> None:
+        want = differentiated(values(4, 3, seed=1).requires_grad_())
+        for sbp in LAYOUTS:
+            got = differentiated(leaf(values(4, 3, seed=1), sbp))
+            assert not any(t.is_global for t in got[:-1])
+            for a, b in zip(got, want, strict=True):
+                same(a.detach(), b)
+
+    simulate(ranks, run)
+
+
 @on(2)
 def test_grad_is_written() -> None:
     x = leaf(values(4, 3), S(0))
