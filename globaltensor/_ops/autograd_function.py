@@ -16,13 +16,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import CheckpointFunction
 
 from .._base.overridable import shown
 from .._base.patches import patch
 from .._base.python_bodies import apply_plainly
 from .._base.pytree import replaced, tensors_in
 from .._base.refusals import refuse_transforms
-from .._base.torch_private import function_mode_on
+from .._base.torch_private import function_mode_on, innermost_transform
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
@@ -31,6 +32,7 @@ from .._tensor.pending_tensor import PendingTensor, local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.view_tracking import RemoteView, finish_inplace
 from ..boxing import box
+from ..distributed.world import running
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 
@@ -190,13 +192,17 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None, i: int, name: str) 
 
 
 def _apply_on_global_args(function: Any, args: Sequence[Any]) -> Any:
-    """Run ``function.apply(*args)`` where some of ``args`` are global."""
+    """Run ``function.apply(*args)`` where some of ``args`` are global, or its forward makes some.
+
+    Without a global argument the plain ones stay plain, and so do their gradients."""
     refuse_transforms()
-    placement = next(a._spec.placement for a in args if isinstance(a, GlobalTensor))
+    placement = next((a._spec.placement for a in args if isinstance(a, GlobalTensor)), None)
     grad = torch.is_grad_enabled()
     needs = tuple(isinstance(a, torch.Tensor) and grad and a.requires_grad for a in args)
     args = [
-        _promoted(a, placement) if need and not isinstance(a, GlobalTensor) else a
+        _promoted(a, placement)
+        if need and placement is not None and not isinstance(a, GlobalTensor)
+        else a
         for a, need in zip(args, needs, strict=True)
     ]
     for a in args:
@@ -330,6 +336,9 @@ def install() -> None:
                 )
         if kwargs and any(isinstance(a, GlobalTensor) for a in kwargs.values()):
             return _apply_on_global_args(cls, _positional_args(cls, args, kwargs))
+        # The arguments of a checkpoint may be plain where its module is global.
+        if cls is CheckpointFunction and running() is not None and innermost_transform() is None:
+            return _apply_on_global_args(cls, args)
         return apply_plainly(original, cls, args, kwargs)
 
     patch("torch.autograd:Function.apply", lambda before: classmethod(apply))

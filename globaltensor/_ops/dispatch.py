@@ -17,7 +17,6 @@ import torch
 from .._base import torch_private
 from .._base.python_bodies import DROPPED_ARGS, apply_plainly, plain_applies
 from .._base.python_numbers import OWN_TYPES, as_python_numbers, key_of_other
-from .._base.refusals import kernel_message
 from .._base.tracebacks import mark_torch_error
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .._tensor.view_tracking import RemoteView
@@ -335,7 +334,14 @@ def _refuse_in_function(args: tuple[Any, ...]) -> None:
         if frame is None:
             return
         if frame.f_code is _APPLY:
-            raise KernelError(kernel_message("the forward of a custom torch.autograd.Function"))
+            raise KernelError(
+                "a global tensor reached the forward of a custom torch.autograd.Function, but is "
+                "no argument of apply (it is in a list, or the forward refers to it by name), so "
+                "backward would not know its sbp. Pass it to apply by itself; or make a plain "
+                "argument global first, x.to_global(placement, sbp=flow.sbp.broadcast); or run the "
+                "Function on local tensors: globaltensor.local_map(function, out_sbp=..., "
+                "in_sbp=...)"
+            )
         frame = frame.f_back  # type: ignore[assignment]
 
 

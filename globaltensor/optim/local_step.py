@@ -574,7 +574,7 @@ def _refuse_sparse(optimizer: SparseAdam) -> None:
             f"is dense, even for Embedding(sparse=True). "
             "Use torch.optim.Adam (which also decays the moments of rows that were not used), "
             "SGD or Adagrad (which take the same steps), "
-            "or leave the embedding a plain module"
+            "or leave the embedding a plain module, and give it plain indices"
         )
 
 

@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from support.pool import run_on
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import globaltensor as flow
 from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
+from globaltensor.errors import KernelError
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 
@@ -414,6 +415,54 @@ def checkpointed_layers() -> None:
 
 def test_reentrant_checkpoint_of_layers() -> None:
     simulate(2, checkpointed_layers)
+
+
+def checkpointed_plain_batch(plan: str) -> None:
+    """Check reentrant checkpoints of global modules whose arguments are all plain."""
+
+    def gradients(model: torch.nn.Sequential) -> list[Any]:
+        x = torch.linspace(-1, 1, 12, dtype=torch.float64).view(4, 3).requires_grad_()
+        target = torch.tensor([2, -100, -100, 1])
+        for _ in range(2):
+            y = checkpoint(model, x, use_reentrant=True)
+            torch.nn.functional.cross_entropy(y, target).backward()
+            checkpoint_sequential(model, 2, x, use_reentrant=True).square().mean().backward()
+        assert not checkpoint(model, x.detach(), use_reentrant=True).requires_grad
+        return [x.grad, *(p.grad for p in model.parameters())]
+
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(
+        torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3)
+    ).double()
+    model = flow.parallelize(copy.deepcopy(plain), flow.placement.all("cpu"), plan)
+    for g, value in zip(gradients(model), gradients(plain), strict=True):
+        torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), value)
+
+
+@pytest.mark.parametrize("plan", ["data", "fsdp", "tensor"])
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpoint_of_a_plain_batch(plan: str) -> None:
+    simulate(2, checkpointed_plain_batch, plan)
+
+
+def closes_over_a_global_tensor() -> None:
+    w = torch.ones(3).to_global(flow.placement.all("cpu"), B).requires_grad_()
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * w
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            return grad
+
+    with pytest.raises(KernelError, match=r"by name.* Pass it to apply .* x\.to_global\(placement"):
+        Scaled.apply(torch.ones(3, requires_grad=True))
+
+
+def test_a_function_that_closes_over_a_global_tensor() -> None:
+    simulate(2, closes_over_a_global_tensor)
 
 
 def computed() -> None:
