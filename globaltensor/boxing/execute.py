@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from .._base.refusals import no_values_message
-from .._base.torch_private import profiling
+from .._base.torch_private import is_batched, map_batch, profiling
 from .._base.user_code import user_line
 from ..distributed.world import world
 from ..distributed.world_base import World
@@ -65,6 +65,8 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
         program = route.programs[key] = _compile(
             route, this_world.rank, _STEPS if key == this_world.rank else _DRY_STEPS
         )
+    if is_batched(local):
+        return map_batch(lambda row: run(route, row, why), local)
     local = local.detach()
     try:
         if route.bytes and profiling():

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
+from torch.autograd.functional import hessian, jacobian
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import globaltensor as flow
@@ -165,6 +166,29 @@ def test_derivatives_of_the_gradient_of_a_plain_tensor(ranks: int) -> None:
                 same(a.detach(), b)
 
     simulate(ranks, run)
+
+
+@pytest.mark.parametrize("plan", ["data", "fsdp", "tensor"])
+def test_batches_of_gradients_of_plain_tensors(plan: str) -> None:
+    """torch runs the pass under its own vmap, since neither inputs nor outputs are global."""
+
+    def derivatives(model: nn.Module) -> list[torch.Tensor]:
+        x = values(4)
+
+        def slope(x: torch.Tensor) -> torch.Tensor:
+            return torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+
+        return [
+            hessian(lambda x: model(x).square().sum(), x, vectorize=True),
+            jacobian(slope, x, vectorize=True),
+        ]
+
+    def run() -> None:
+        model = flow.parallelize(copy.deepcopy(START), flow.placement.all("cpu"), plan)
+        for a, b in zip(derivatives(model), derivatives(START), strict=True):
+            same(a, b)
+
+    simulate(2, run)
 
 
 @on(2)

@@ -9,6 +9,8 @@ from .autograd import (
     compiles_backward as compiles_backward,
     computed_by as computed_by,
     innermost_transform as innermost_transform,
+    is_batched as is_batched,
+    map_batch as map_batch,
     profiling as profiling,
     queue_backward_callback as queue_backward_callback,
     uncompiled_backward as uncompiled_backward,

@@ -18,6 +18,8 @@ __all__ = [
     "compiles_backward",
     "computed_by",
     "innermost_transform",
+    "is_batched",
+    "map_batch",
     "profiling",
     "queue_backward_callback",
     "uncompiled_backward",
@@ -125,6 +127,19 @@ def _wrap_older_checkpoint_inputs(pack: Any, unpack: Any) -> None:
 #: Returns the innermost active transform of torch.func (vmap, grad), or None. The tensors of such a
 #: transform wrap others, and there is no public function to ask.
 innermost_transform = torch._C._functorch.peek_interpreter_stack
+
+
+#: Returns True for a batch of gradients in a pass of ``torch.autograd.grad(is_grads_batched=True)``
+#: on plain tensors, which torch runs under a vmap of its own.
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def map_batch(function: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Return the batch of the results of ``function`` for each gradient of ``batch``."""
+    level = torch._C._vmapmode_increment_nesting() - 1
+    torch._C._vmapmode_decrement_nesting()
+    rows = torch._remove_batch_dim(batch, level, 0, 0).unbind(0)
+    return torch._add_batch_dim(torch.stack([function(row) for row in rows]), 0, level)
 
 
 def watch_checkpoints(region: Any) -> None:
