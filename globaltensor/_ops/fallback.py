@@ -122,10 +122,12 @@ def warn_without_rule(func: Any) -> None:
     name = name_of(func)
     if name not in _WARNED:
         _WARNED.add(name)
-        target = f"torch.ops.{func}" if torch_private.is_kernel(func) else repr(name)
+        # torch.sparse's functions have private names, by which no rule is found: `_sparse_mm`
+        public = next((f"torch.sparse.{k}" for k, f in vars(torch.sparse).items() if f is func), "")
+        target = public or (f"torch.ops.{func}" if torch_private.is_kernel(func) else repr(name))
         warn_user(
-            f"no rule for {name}: it runs on full tensors (every input is boxed to broadcast). "
-            f"Declare how it splits with "
+            f"no rule for {public or name}: it runs on full tensors (every input is boxed to "
+            f"broadcast). Declare how it splits with "
             f"globaltensor.rule({target}, notation), or run it on local tensors with "
             f"globaltensor.local_map",
             FallbackWarning,

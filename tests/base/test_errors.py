@@ -701,6 +701,19 @@ def test_a_function_without_a_rule_warns_once_and_is_right() -> None:
     assert len(said) <= 1, "once in a process"
 
 
+def test_a_function_without_a_rule_is_named_as_rule_accepts_it() -> None:
+    def run() -> list[str]:
+        a, x = torch.eye(3).to_sparse(), torch.ones(3, 2).to_global(PAIR, B)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            torch.sparse.mm(a, x)
+        return [str(w.message) for w in seen if issubclass(w.category, errors.FallbackWarning)]
+
+    for text in (text for texts in simulate(2, run) for text in texts):
+        assert "no rule for torch.sparse.mm: " in text, text
+        assert "globaltensor.rule(torch.sparse.mm, notation)" in text, text
+
+
 def test_a_rank_that_does_not_come() -> None:
     def run() -> None:
         x = ones(S(0))
