@@ -417,7 +417,7 @@ def test_reentrant_checkpoint_of_layers() -> None:
     simulate(2, checkpointed_layers)
 
 
-def checkpointed_plain_batch(plan: str) -> None:
+def checkpointed_plain_batch(plan: str, plain: torch.nn.Sequential) -> None:
     """Check reentrant checkpoints of global modules whose arguments are all plain."""
 
     def gradients(model: torch.nn.Sequential) -> list[Any]:
@@ -430,19 +430,18 @@ def checkpointed_plain_batch(plan: str) -> None:
         assert not checkpoint(model, x.detach(), use_reentrant=True).requires_grad
         return [x.grad, *(p.grad for p in model.parameters())]
 
-    torch.manual_seed(0)
-    plain = torch.nn.Sequential(
-        torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3)
-    ).double()
     model = flow.parallelize(copy.deepcopy(plain), flow.placement.all("cpu"), plan)
-    for g, value in zip(gradients(model), gradients(plain), strict=True):
+    for g, value in zip(gradients(model), gradients(copy.deepcopy(plain)), strict=True):
         torch.testing.assert_close(torch.tensor(g.tolist(), dtype=torch.float64), value)
 
 
 @pytest.mark.parametrize("plan", ["data", "fsdp", "tensor"])
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_reentrant_checkpoint_of_a_plain_batch(plan: str) -> None:
-    simulate(2, checkpointed_plain_batch, plan)
+    # Made once: simulated ranks are threads, and share torch's random state.
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.GELU(), torch.nn.Linear(5, 3))
+    simulate(2, checkpointed_plain_batch, plan, plain.double())
 
 
 def closes_over_a_global_tensor() -> None:
