@@ -16,7 +16,7 @@ from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 
 B, S = flow.sbp.broadcast, flow.sbp.split
-SHAPES = ((2, 3, 2), (4, 3), (3, 4), (3, 3), (3, 2, 4), (1, 3), (3, 1), (1, 1))
+SHAPES = ((4, 3), (2, 3, 2), (3, 4), (3, 3), (3, 2, 4), (1, 3), (3, 1), (1, 1))
 
 #: The tensors to ask about: views, views of views, results of ops.
 PROGRAMS: dict[str, Callable[[Any], Any]] = {
