@@ -8,6 +8,8 @@ process.
 from __future__ import annotations
 
 import contextvars
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -24,6 +26,46 @@ from .world_base import World
 __all__ = ["SimulatedWorld", "simulate"]
 
 _TIMEOUT_SECONDS: Final = 60.0
+
+
+class _GarbageCollector:
+    """Python's cyclic collector while ranks are simulated: it runs only where ranks meet.
+
+    Before Python 3.12 it may run inside any allocation, also in PyTorch's ``get_rng_state``, which
+    holds the generator's mutex then. A finalizer lets another rank's thread run, and if that thread
+    waits for the mutex with the GIL held, both wait forever.
+    """
+
+    def __init__(self) -> None:
+        self._lock, self._simulations, self._enabled = threading.Lock(), 0, False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._simulations += 1
+            if self._simulations == 1 and sys.version_info < (3, 12):
+                self._enabled = gc.isenabled()
+                gc.disable()
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._simulations -= 1
+            if self._simulations == 0 and self._enabled:
+                self._enabled = False
+                gc.enable()
+
+    def run_if_due(self) -> None:
+        """Collect the generations that the automatic collector would collect now."""
+        if not self._enabled or gc.isenabled():
+            return
+        due = [
+            count > limit > 0
+            for count, limit in zip(gc.get_count(), gc.get_threshold(), strict=True)
+        ]
+        if due[0]:
+            gc.collect(2 if due[1] and due[2] else 1 if due[1] else 0)
+
+
+_collector: Final = _GarbageCollector()
 
 
 class _Meeting:
@@ -157,6 +199,7 @@ class _SimulatedComm(Communicator):
         return [value for _, value in messages]
 
     def _exchange(self, value: object) -> list[Any]:
+        _collector.run_if_due()
         meeting, self._turn = self._meeting, 1 - self._turn
         slots = meeting.slots[self._turn]
         slots[self.index] = value
@@ -311,11 +354,12 @@ def simulate(
         )
         for rank in range(n)
     ]
-    for thread in threads:
-        thread.start()
-    end = time.monotonic() + 10 * timeout
-    for thread in threads:
-        thread.join(max(0.0, end - time.monotonic()))
+    with _collector:
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 10 * timeout
+        for thread in threads:
+            thread.join(max(0.0, end - time.monotonic()))
     if errors:
         rank, error = next((e for e in errors if not isinstance(e[1], WorldError)), errors[0])
         noted(error, f"(on simulated rank {rank} of {n})")

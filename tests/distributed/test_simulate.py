@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 
 import pytest
 import torch
+from support.program import run
 
 from globaltensor.distributed.communicator import Traffic, combine, record_collectives
 from globaltensor.distributed.simulate import simulate
@@ -212,3 +216,62 @@ def test_without_gpus_nobody_shares(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ):
         ProcessWorld(0, 1, 0, 1, owned=False).device("cuda")
+
+
+# ------------------------------------------------------------------------------------- collection
+
+#: Garbage whose finalizer gives the interpreter to another thread, collected inside get_state.
+COLLECTS_IN_GET_STATE = """
+import gc, sys, weakref
+import torch
+from globaltensor.distributed.simulate import simulate
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+def rank():
+    for _ in range(1000):
+        gc.set_threshold(10**6)
+        watched = [weakref.ref(Cycle(), lambda _: sum(range(3000))) for _ in range(3)]
+        gc.set_threshold(1)
+        torch.default_generator.get_state()
+
+sys.setswitchinterval(1e-6)
+simulate(2, rank)
+print("ended")
+"""
+
+
+def test_a_collection_blocks_no_rank_that_reads_the_random_state() -> None:
+    code, out = run([sys.executable, "-c", COLLECTS_IN_GET_STATE], 60)
+    assert (code, out) == (0, "ended\n")
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_garbage_is_collected_where_ranks_meet() -> None:
+    def collected() -> int:
+        watched = []
+        for _ in range(20):
+            watched += [weakref.ref(Cycle()) for _ in range(100)]
+            world().comm((0, 1)).barrier()
+        return sum(cycle() is None for cycle in watched)
+
+    before = gc.get_threshold()
+    gc.set_threshold(500, 10, 10)
+    try:
+        assert min(simulate(2, collected)) > 1000
+    finally:
+        gc.set_threshold(*before)
+    assert gc.isenabled()
+    with pytest.raises(ValueError, match="here"):
+        simulate(2, fails)
+    assert gc.isenabled()
+
+
+def fails() -> None:
+    raise ValueError("here")
