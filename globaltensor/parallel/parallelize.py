@@ -7,6 +7,7 @@ The plans are recipes for speed and memory.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -227,13 +228,16 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     unknown = [name for name in names if name not in PLANS]
     if unknown:
         known = ", ".join(map(repr, [*PLANS, "hybrid", "auto"]))
+        near = difflib.get_close_matches(unknown[0], [*PLANS, "hybrid", "auto"], 1)
         raise SbpError(
             f"unknown plan {unknown[0]!r}: there are {known}, a list of these with one for each "
-            f"axis, and path patterns"
+            f"axis, and path patterns" + (f"; did you mean {near[0]!r}?" if near else "")
         )
     if len(names) != axes:
         raise SbpError(
-            f"the plan names {len(names)} axes ({', '.join(names)}), the placement has {axes}"
+            f"the plan names {len(names)} axes ({', '.join(names)}), the placement has {axes}: "
+            f"pass one plan for each axis, or a placement with an axis for each plan. "
+            f'flow.placement("cpu", [[0, 1], [2, 3]]) has two'
         )
     return names
 

@@ -335,11 +335,13 @@ def _canonical_layout(
             if not 0 <= dim < len(shape):
                 raise SbpError(
                     f"sbp splits dim {entry.dim} on axis {axis}, but the tensor has {len(shape)} "
-                    f"dims (shape {list(shape)}): "
+                    f"{'dim' if len(shape) == 1 else 'dims'} (shape {list(shape)}): "
                     + (
-                        f"use split(0) to split({len(shape) - 1})"
-                        if shape
-                        else "use broadcast or partial_sum for a 0-dim tensor"
+                        "use broadcast or partial_sum for a 0-dim tensor"
+                        if not shape
+                        else "use split(0)"
+                        if len(shape) == 1
+                        else f"use split(0) to split({len(shape) - 1})"
                     )
                 )
             entry = Sbp("split", dim, entry.unit)

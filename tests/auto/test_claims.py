@@ -177,19 +177,19 @@ def test_the_showcase_of_the_readme_prints_what_its_comments_say(
 ) -> None:
     monkeypatch.chdir(tmp_path)  # it writes a page
     printed = printed_by(
-        "README.md", '"dgx-h100", mesh=(8,))   # one batch of all ranks, 64 rows; 8 GPUs'
+        "README.md", '"dgx-h100", mesh=(8,))   # one batch of all ranks, 8192 rows; 8 GPUs'
     )
     assert (tmp_path / "plan.html").exists()
     assert printed.startswith("plan for 8 devices of dgx-h100, one axis, training, 3 calls\n")
-    assert f"cost       95.1 us a step, {PROVEN}\n" in printed
+    assert f"cost       431 us a step, {PROVEN}\n" in printed
     for promised in (
-        "\n  bound      95.1 us a step\n",
+        "\n  bound      431 us a step\n",
         "\n  memory ",
         "\nalternatives: ",
         "why B\n",
     ):
         assert promised in printed, promised
-    assert "input_0    [64, 512]" in printed
+    assert "input_0    [8192, 512]" in printed
 
 
 def test_the_report_on_the_page_of_plans_is_the_one_that_is_printed() -> None:

@@ -190,6 +190,11 @@ def split_beyond_the_dims() -> None:
     ones(S(2))
 
 
+@row(errors.SbpError, "splits dim 3 on axis 0", "1 dim (shape [2]): use split(0)")
+def split_beyond_the_only_dim() -> None:
+    flow.ones(2, placement=flow.placement("cpu", [0]), sbp=S(3))
+
+
 @row(errors.SbpError, "splits dim -3 on axis 0", "2 dims (shape [4, 4])")
 def split_below_the_dims() -> None:
     ones(S(-3))

@@ -481,10 +481,11 @@ def test_fsdp_splits_evenly_where_it_can() -> None:
 
 
 @pytest.mark.parametrize(("plan", "ranks", "says"), [
-    ("tensr", [0],
-        "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence', 'expert', 'hybrid'"),
+    ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence'"),
+    ("tensr", [0], "; did you mean 'tensor'"),
     ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
-    (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1"),
+    (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1: pass"),
+    (["data", "tensor"], [0], r'flow.placement\("cpu", \[\[0, 1\], \[2, 3\]\]\) has two'),
     ({"bias": B}, [0], "no pattern matches 'weight'"),
 ])  # fmt: skip
 def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
