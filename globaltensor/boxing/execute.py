@@ -65,9 +65,12 @@ def run(route: BoxingPlan, local: Tensor, why: str = "") -> Tensor:
         program = route.programs[key] = _compile(
             route, this_world.rank, _STEPS if key == this_world.rank else _DRY_STEPS
         )
-    if is_batched(local):
-        return map_batch(lambda row: run(route, row, why), local)
-    local = local.detach()
+    try:
+        local = local.detach()
+    except RuntimeError:  # torch's own vmap, over gradients of plain tensors, has no rule for it
+        if is_batched(local):
+            return map_batch(lambda row: run(route, row, why), local)
+        raise
     try:
         if route.bytes and profiling():
             with record_function(range_name(route)):
