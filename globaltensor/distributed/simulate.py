@@ -29,7 +29,7 @@ _TIMEOUT_SECONDS: Final = 60.0
 
 
 class _GarbageCollector:
-    """Python's cyclic collector while ranks are simulated: it runs only where ranks meet.
+    """A guard that runs Python's cyclic collector only where simulated ranks meet.
 
     Before Python 3.12 it may run inside any allocation, also in PyTorch's ``get_rng_state``, which
     holds the generator's mutex then. A finalizer lets another rank's thread run, and if that thread
