@@ -71,43 +71,45 @@ def _forget_places(of: World) -> None:
         found.clear()
 
 
-class _ReplicatedInput(torch.autograd.Function):
+class _PlainBorder(torch.autograd.Function):
+    """A step between a plain tensor and a broadcast one. Each rank has the same full value."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        ctx.spec = spec
+        return tensor.view_as(tensor)
+
+
+class _ReplicatedInput(_PlainBorder):
     """A plain tensor that enters an op as broadcast.
 
     Every rank's copy gets the full gradient, not its own share.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.spec = spec
-        return tensor.view_as(tensor)
-
-    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
-        whole = box(grad, ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor")
-        if whole.requires_grad and torch.is_grad_enabled():
-            whole = _ReplicatedOutput.apply(whole, ctx.spec)
-        return whole, None
+        grad = box(_dense(grads[0]), ctx.spec.dual(), ctx.spec, why="gradient of a plain tensor")
+        if grad.requires_grad and torch.is_grad_enabled():  # it may be differentiated again
+            grad = _ReplicatedOutput.apply(grad, ctx.spec)
+        return grad, None
 
 
-class _ReplicatedOutput(torch.autograd.Function):
-    """A broadcast tensor that leaves as a plain one, the same value on every rank.
+class _ReplicatedOutput(_PlainBorder):
+    """A broadcast tensor that leaves as a plain one.
 
-    Its gradient is plain too: every rank has all of it, and one of them counts.
+    Its gradient is plain too: every rank has all of it, and the gradient of one rank counts.
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
-        ctx.spec = spec
-        return tensor.view_as(tensor)
-
-    @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        grad = grads[0] if grads[0].layout is torch.strided else grads[0].to_dense()
+        grad = _dense(grads[0])
         if grad.requires_grad and torch.is_grad_enabled():
             grad = _ReplicatedInput.apply(grad, ctx.spec)
         return box(grad, ctx.spec, ctx.spec.dual(), why="gradient of a plain gradient"), None
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def operand_spec(tensor: torch.Tensor, placement: Placement, purpose: str) -> Spec:
