@@ -12,6 +12,11 @@ The addresses that a process gets change its times. ``--starts 5`` starts both r
 the report takes the rounds of all starts together. Cores differ in pace: keep a benchmark of one
 process on one core, by ``taskset -c 1 python benchmarks/against.py ...``. A ratio of ours proves
 nothing if the ratios of the other contenders are as far from 1.
+
+    python benchmarks/against.py HEAD~1 eager_overhead --instructions
+
+counts the processor's instructions by valgrind. Counts hardly differ from run to run, so the report
+shows a change of a tenth of a percent. Only benchmarks of one process can be counted.
 """
 
 from __future__ import annotations
@@ -27,6 +32,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import instructions
 from common import LIMIT, ROOT, end, end_by_signal, table
 from turns import FOLDER, ROUNDS, RUN
 
@@ -37,22 +43,25 @@ def started(
     tree: Path, run: str, folder: Path, chosen: argparse.Namespace
 ) -> subprocess.Popen[str]:
     """Start the benchmark of a tree, as run "A" or "B"."""
-    environment = {
-        FOLDER: str(folder),
-        RUN: run,
-        ROUNDS: str(chosen.rounds),
-        "PYTHONPATH": str(tree),
-    }
+    counts = folder / f"{run}.jsonl"
+    if chosen.instructions:
+        before = instructions.command(counts)
+        # the same order of sets in both runs
+        environment = {instructions.COUNTS: str(counts), "PYTHONHASHSEED": "0"}
+    else:
+        before = []
+        environment = {FOLDER: str(folder), RUN: run, ROUNDS: str(chosen.rounds)}
     with (folder / f"{run}.out").open("w") as output:
         return subprocess.Popen(
             [
+                *before,
                 sys.executable,
                 str(tree / "benchmarks" / f"{chosen.benchmark}.py"),
                 "--json",
                 *chosen.rest,
             ],
             cwd=tree,
-            env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(tree)} | environment,
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,
@@ -82,7 +91,9 @@ def wait(runs: list[subprocess.Popen[str]], folder: Path) -> None:
 
 
 def ratios(folder: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the ratios of this tree's seconds to the commit's, by case and contender."""
+    """Return the ratios of this tree's seconds, or instructions, to the commit's.
+
+    They are by case and contender."""
     lines = (folder / "A.out").read_text().splitlines()
     cases = [str(json.loads(line)["case"]) for line in lines if line.startswith("{")]
     before, now = (
@@ -117,6 +128,9 @@ def main() -> None:
     parser.add_argument("benchmark", help="the name of a benchmark here that has contenders")
     parser.add_argument("--rounds", type=int, default=15, help="blocks of each contender")
     parser.add_argument("--starts", type=int, default=1, help="times that both runs are started")
+    parser.add_argument(
+        "--instructions", action="store_true", help="count instructions instead of seconds"
+    )
     chosen, chosen.rest = parser.parse_known_args()
     end_by_signal()
     folder = Path(tempfile.mkdtemp(prefix="against-"))

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from instructions import counter
 from torch import Tensor
 from turns import turns
 
@@ -229,8 +230,11 @@ def interleave(
     because other processes of the machine then don't count.
 
     Where against.py runs the benchmark twice at once, the runs take turns block by block, and have
-    the rounds that it asks for.
+    the rounds that it asks for. With its option ``--instructions``, the numbers are instructions
+    per call instead of seconds.
     """
+    if (counts := counter()) is not None:
+        return counts.count(contenders)
     pair = turns()
     turn = pair.turn if pair is not None else contextlib.nullcontext
     together = (
