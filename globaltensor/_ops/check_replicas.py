@@ -84,7 +84,8 @@ def check_replicas(
             f"{''.join(wrong[:_SHOWN])}{more}"
             "Something has changed them on some ranks only: a write into to_local(), a different "
             "file, a different random seed. To make them equal again, send the first rank's "
-            "values to all ranks: x.copy_(x.to_local().to_global(x.placement, sbp=broadcast))"
+            "values to all ranks: "
+            "x.copy_(x.to_local().to_global(x.placement, sbp=flow.sbp.broadcast))"
         )
 
 

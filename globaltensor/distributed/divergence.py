@@ -45,7 +45,7 @@ OBJECTS: Final = "all_gather_object"
 READING: Final = "reading a value"
 READING_ADVICE: Final = (
     "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or "
-    "box to broadcast first (x.to_global(sbp=broadcast) on every "
+    "box to broadcast first (x.to_global(sbp=flow.sbp.broadcast) on every "
     "rank), so that each rank has the full value"
 )
 #: The first word of the text that describes a plain tensor, if it is a parameter.
@@ -54,8 +54,8 @@ PARAMETER: Final = "parameter"
 OTHER_SIDE: Final = "the errors of other ranks show what they were doing"
 _ADVICE: Final = (
     "Find the branch, order, number or random seed that differs between ranks. Code that only one "
-    "rank runs needs plain tensors: call x.numpy() or x.to_global(sbp=broadcast).to_local() on "
-    "every rank first"
+    "rank runs needs plain tensors: call x.numpy() or "
+    "x.to_global(sbp=flow.sbp.broadcast).to_local() on every rank first"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
 # The count in the name of a graph, which may differ by rank.

@@ -6,6 +6,7 @@ Placements are pure values. Users write them, and every other package reads them
 from __future__ import annotations
 
 import math
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -126,9 +127,34 @@ class Placement:
         return instance
 
     @staticmethod
-    def all(type: str) -> Placement:
-        """Return the placement of all ranks of this job, on one axis."""
-        return Placement(type, list(range(_job_size()[0])))
+    def all(type: str, shape: Sequence[int] | None = None) -> Placement:
+        """Return the placement of all ranks of this job, on one axis or on a grid of ``shape``.
+
+        Args:
+            type: the kind of device, "cpu" or "cuda".
+            shape: the number of ranks along each axis. One of them may be -1: the ranks that the
+                others leave. The ranks are numbered row by row, as by ``numpy.arange``.
+
+        Raises:
+            PlacementError: the ranks of the job do not form a grid of ``shape``.
+
+        >>> placement.all("cpu", (1, -1)).shape[0]
+        1
+        """
+        ranks = np.arange(_job_size()[0])
+        if shape is not None:
+            try:
+                lengths = [operator.index(n) for n in shape]
+                if not lengths or min(lengths) < -1:
+                    raise ValueError(lengths)
+                ranks = ranks.reshape(lengths)
+            except (TypeError, ValueError) as error:
+                raise PlacementError(
+                    f"placement.all({type!r}, {shape!r}): the job has {ranks.size} ranks, which "
+                    f"do not form a grid of this shape. Start as many as it needs (the launcher's "
+                    f"--nproc_per_node), or give a shape such as (2, -1), where -1 is the rest"
+                ) from error
+        return Placement(type, ranks)
 
     @property
     def device_type(self) -> str:

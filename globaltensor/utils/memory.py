@@ -41,7 +41,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True)
 class MemorySummary:
-    """The memory of this rank. Printing it shows a table.
+    """The memory of this rank. Printing it shows a table, if there are tensors.
 
     ``rows`` are the tensors by kind and layout. ``resident`` is the memory of the process in bytes.
     ``device`` and ``device_peak`` are the bytes that torch has allocated on the accelerator, now
@@ -91,6 +91,8 @@ class MemorySummary:
             ("device at most", self.device_peak),
         )
         known = [f"{name} {show_bytes(n)}" for name, n in figures if n is not None]
+        if known and not self.rows:
+            table = []
         return "\n".join([*table, *([", ".join(known)] if known else [])])
 
 

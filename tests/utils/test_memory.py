@@ -129,3 +129,9 @@ def test_wrong_arguments() -> None:
         memory_summary(torch.ones(2))  # type: ignore[arg-type]
     with pytest.raises(flow.errors.GlobalTensorError, match="optimizer is a Linear"):
         memory_summary(None, nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def test_without_tensors_only_the_process_is_shown() -> None:
+    assert str(memory_summary()).startswith("process ")
+    optimizer = torch.optim.SGD([torch.ones(2)], 0.1)
+    assert "total" in str(memory_summary(optimizer=optimizer))
