@@ -57,6 +57,19 @@ _ADVICE: Final = (
     "rank runs needs plain tensors: call x.numpy() or "
     "x.to_global(sbp=flow.sbp.broadcast).to_local() on every rank first"
 )
+_PLAIN_ADVICE: Final = (
+    "How to mend it, if it is\n"
+    "  - a batch of a data loader: take flow.utils.data.GlobalDataLoader(dataset, batch_size, "
+    "placement=placement), or GlobalBatches(loader, placement) around a loader with "
+    "flow.utils.data.DistributedSampler\n"
+    "  - the rows of this rank: x.to_global(placement, sbp=flow.sbp.split(0)) joins those of all "
+    "ranks\n"
+    "  - random: call torch.manual_seed with one number on every rank, or x.to_global(placement, "
+    "sbp=flow.sbp.broadcast) to take the first rank's\n"
+    "  - in the order of a set of strings: sort it, or start all ranks with PYTHONHASHSEED=0\n"
+    "On a placement of several axes sbp has one entry for each axis: [split(0), broadcast] if only "
+    "the ranks along the first axis have rows of their own"
+)
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
 # The count in the name of a graph, which may differ by rank.
 _COUNTER: Final = re.compile(r"_\d+\b")
@@ -413,15 +426,4 @@ def _plain_differs(reports: Sequence[Report]) -> str:
             "rank's values. To keep it plain, give all ranks the same values, for example by "
             "torch.manual_seed with one number before the module is made"
         )
-    return (
-        f"{head}If they come from a data loader, use flow.utils.data.GlobalDataLoader(dataset, "
-        "batch_size, placement=placement) in its place, or GlobalBatches(loader, placement) around "
-        "a loader with flow.utils.data.DistributedSampler. If each rank has its own rows, "
-        "x.to_global(placement, sbp=flow.sbp.split(0)) joins them. If all should hold the same "
-        "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
-        "torch.manual_seed with one number on every rank makes all ranks draw the same. If they "
-        "come from a set of strings, whose order differs by process, sort it, or start all ranks "
-        "with PYTHONHASHSEED=0. On a "
-        "placement of several axes each of these takes sbp with one entry for each axis, such as "
-        "[split(0), broadcast] where only the ranks along the first axis have rows of their own"
-    )
+    return f"{head}{_PLAIN_ADVICE}"

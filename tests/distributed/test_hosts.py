@@ -280,7 +280,7 @@ def test_a_host_whose_cable_is_pulled(network: Network, tmp_path: Path) -> None:
     for i in range(2):
         assert f"node {1 - i} has been silent for" in job.output(i), job.said()
         assert "its launcher is dead, or its network" in job.output(i), job.said()
-        assert "this node's 1 rank had to be stopped too" in job.output(i), job.said()
+        assert "the launcher has ended this node's 1 rank too" in job.output(i), job.said()
 
 
 @pytest.mark.slow

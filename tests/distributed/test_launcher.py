@@ -182,7 +182,7 @@ def test_one_failure_ends_all(
     assert time.monotonic() - began < 10
     assert not alive(tmp_path)
     said = capfd.readouterr().err
-    for text in [*says, "the other 2 ranks of this node had to be stopped too"]:
+    for text in [*says, "the launcher has ended the other 2 ranks of this node too"]:
         assert text in said
 
 

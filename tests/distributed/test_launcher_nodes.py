@@ -91,7 +91,7 @@ def test_a_failure_on_one_node_ends_all(folder: Path, port: int) -> None:
         two.says(r"rank 1 \(local rank 0, .*ended with exit code 7")
         one.says(
             rf"node 1 \({socket.gethostname()}\) has failed: rank 1 .*ended with exit code "
-            rf"7\n.*this node's 1 rank had to be stopped too"
+            rf"7\n.*the launcher has ended this node's 1 rank too"
         )
     assert nobody_left(folder)
 

@@ -167,8 +167,8 @@ class NodeAgent(SimpleElasticAgent):
                 self._remaining_restarts = 0  # too few nodes would be left
             self._end_workers(team)
             say(
-                f"{watch.failures}\nthis node's {len(team.ranks)} "
-                f"rank{'s' if len(team.ranks) > 1 else ''} had to be stopped too"
+                f"{watch.failures}\nthe launcher has ended this node's {len(team.ranks)} "
+                f"rank{'s' if len(team.ranks) > 1 else ''} too"
             )
             self._announce_restart()
             return RunResult(state=WorkerState.UNHEALTHY)
@@ -244,8 +244,8 @@ class NodeAgent(SimpleElasticAgent):
             self._watch.report_failure(epitaph, self.code, self._remaining_restarts == 0)
         self._end_workers(team)
         say(
-            f"{epitaph}\nthe {len(team.ranks)} rank{'s' if len(team.ranks) > 1 else ''} that it "
-            f"connected had to be stopped too"
+            f"{epitaph}\nthe launcher has ended the {len(team.ranks)} "
+            f"rank{'s' if len(team.ranks) > 1 else ''} that it connected too"
         )
         self._announce_restart()
         return RunResult(state=WorkerState.UNHEALTHY)

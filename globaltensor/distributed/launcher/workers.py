@@ -24,7 +24,7 @@ __all__ = ["LocalWorkers", "OrphanReaper", "Process", "Rank", "start_here", "std
 
 _TICK_SECONDS: Final = 0.02
 _KILL_SECONDS: Final = 5.0  # for the system to end processes after SIGKILL
-_TAIL_LINES: Final = 12
+_TAIL_LINES: Final = 16
 _LAST_LINES: Final = 4  # the lines of a traceback that have its message
 _LINE_LENGTH: Final = 400  # of a line in a report that the console has shown already
 # Other ranks may notice a failure before the failed rank has ended, as an interpreter takes a while
@@ -286,9 +286,8 @@ class LocalWorkers:
             lines.append(f"its output is in {first.err.path.parent}")
         left = len(self.ranks) - len(failed)
         if left:
-            lines.append(
-                f"the other {left} rank{'s' if left > 1 else ''} of this node had to be stopped too"
-            )
+            others_left = f"{left} ranks" if left > 1 else "rank"
+            lines.append(f"the launcher has ended the other {others_left} of this node too")
         return "\n".join(lines)
 
     def close(self) -> None:
