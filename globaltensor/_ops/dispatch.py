@@ -182,16 +182,19 @@ def dispatch(
         named: Any = 0  # the serials of the operands by name, for the history
         for name, a in kwargs.items():
             key.append(name)
-            if type(a) in ORDINARY:
+            t = type(a)
+            if t in ORDINARY:
                 key.append(a._spec)
                 named = (named, a._serial)
-            elif a is None or type(a) is bool:
+            elif a is None or t is bool:
                 key.append(a)
+            elif t is float and func not in _SCALARS:
+                key.append((t, a))  # the result of `_argument_key`, without the cost of a call
             else:
                 key.append(described := _argument_key(a, free := func in _SCALARS))
                 if free:
                     number = (number, _numbers_in(a))
-                if type(described) is Spec or type(a) is RemoteView:
+                if type(described) is Spec or t is RemoteView:
                     named = (named, a._serial)
     try:
         plan = _cache.plans[tuple(key)]
