@@ -3,6 +3,8 @@
 The full search is `flow.auto.plan`. It chooses mesh, stages, micro-batches, recomputation, ZeRO and
 layouts, and its time includes captures. The cluster is a preset and nothing runs on it: the time is
 that of one core of this machine. The models are from transformers, on the meta device.
+
+Where against.py starts it, a quick pair of searches is timed in turn instead, by public names only.
 """
 
 from __future__ import annotations
@@ -15,15 +17,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from common import keep, options, table
+from common import Row, interleave, keep, options, show, table
 from torch import Tensor, nn
+from turns import turns
 
 import globaltensor as flow
-from globaltensor.auto.intra_op.search import search
-from globaltensor.auto.intra_op.search_options import Options
-from globaltensor.auto.ir.trace import calls_of_model
 from globaltensor.cluster import Cluster
-from globaltensor.sharding.placement import Placement
 
 DEVICES, SIDE = 512, 8
 
@@ -138,6 +137,11 @@ def laid(name: str, side: int) -> dict[str, Any]:
 
     There is no memory limit, and the capture is not timed. The time "search" covers candidates,
     prices and the proof. The time "whole" also covers the plan's report."""
+    from globaltensor.auto.intra_op.search import search
+    from globaltensor.auto.intra_op.search_options import Options
+    from globaltensor.auto.ir.trace import calls_of_model
+    from globaltensor.sharding.placement import Placement
+
     model, (one, *more) = bare(name)
     few = tuple(t[:64] for t in (one, *more))
     cluster = Cluster.preset("dgx-h100", nodes=max(1, side**2 // 8)).with_size(side**2)
@@ -158,10 +162,32 @@ def laid(name: str, side: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def in_turn(name: str, rounds: int) -> Row:
+    """Time the search for layouts on 2 x 2 devices and the full one for 16, round by round.
+
+    The model must fit on 4 devices. Captures count."""
+    model, (one, *more) = bare(name)
+    few = tuple(t[:64] for t in (one, *more))
+    small, large = (Cluster.preset("dgx-h100", nodes=n).with_size(s) for n, s in ((1, 4), (2, 16)))
+    contenders: dict[str, Callable[[], object]] = {
+        "layouts": lambda: flow.auto.plan(model, few, small, mesh=(2, 2)),
+        "whole": lambda: flow.auto.plan(model, (one, *more), large),
+    }
+    return Row(
+        name,
+        interleave(contenders, rounds, calls=1, warm_up=1, clock=time.process_time),
+        unit="ms",
+    )
+
+
 def main() -> None:
     more = {"--save": {"action": "store_true", "help": "write the rows into results/"}}
     chosen = options(__doc__.splitlines()[0], steps=0, more=more)
     torch.set_num_threads(1)
+    if (pair := turns()) is not None:
+        fitting = [name for name in list(MODELS)[2:] if chosen.only in name]
+        show([in_turn(name, pair.rounds) for name in fitting], chosen.json, "layouts")
+        return
     rows = []
     for name in list(MODELS)[2:3] if chosen.quick else MODELS:
         if chosen.only in name:
