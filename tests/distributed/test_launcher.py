@@ -241,6 +241,7 @@ def test_the_launchers_end_is_the_ranks_end(
         assert nobody_left(tmp_path)
         if number != signal.SIGKILL:
             launcher.says(f"{number.name} received: ended 2 ranks")
+            assert "death signal" not in launcher.err  # torch's line about the same
 
 
 def test_a_reserved_port_is_nobody_elses() -> None:

@@ -13,6 +13,7 @@ that torch documents for agents to implement.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import threading
@@ -91,6 +92,11 @@ class Signals:
             self._at_once = False
 
 
+def _is_not_of_a_signal(record: logging.LogRecord) -> bool:
+    """Return False for torch's warning of a signal, about which the launcher has its own line."""
+    return "death signal" not in record.getMessage()
+
+
 class NodeAgent(SimpleElasticAgent):
     """The agent for the ranks that a job has on this node.
 
@@ -113,6 +119,7 @@ class NodeAgent(SimpleElasticAgent):
         signals: Signals,
     ) -> None:
         super().__init__(spec)
+        logging.getLogger(SimpleElasticAgent.__module__).addFilter(_is_not_of_a_signal)
         self._command, self._variables, self._logs, self._prefix, self._grace, self._beat = (
             command,
             variables,
