@@ -237,8 +237,8 @@ def test_mpirun_dies(folder: Path) -> None:
         os.kill(mpirun, signal.SIGKILL)
         assert launcher.code(20) != 0
         launcher.says(
-            r"mpirun was ended by SIGKILL \(signal 9\)\n.*the 2 ranks that it connected had to "
-            r"be stopped too"
+            r"mpirun was ended by SIGKILL \(signal 9\)\n.*the launcher has ended the 2 ranks that "
+            r"it connected too"
         )
         assert nobody_left(folder)
 
