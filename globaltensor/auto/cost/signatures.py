@@ -20,7 +20,16 @@ import torch
 from ..._base import torch_private
 from ..._base.pytree import replaced, tensors_in
 from ..._ops.dispatch import fresh_plans
-from ..._ops.rules import Arg, Derived, OpDescription, rule_of, select_signature
+from ..._ops.rules import (
+    Arg,
+    Derived,
+    OpDescription,
+    Rule,
+    Signature,
+    rule_of,
+    select_signature,
+)
+from ..._ops.rules.notation import Dims
 from ..._ops.rules.partial_extrema import AHEAD
 from ..._ops.shape_inference import memoized
 from ..._tensor.global_tensor import GlobalTensor
@@ -67,12 +76,13 @@ def signatures(
         return _layout_change_signatures(operands[0])
     axis = Placement("cpu", list(range(ranks)))
     signature_of: dict[tuple[Any, ...], CostedSignature] = {}
+    probed: dict[Any, CostedSignature | None] = {}
     for hint in _hints(call, operands, ranks):
         specs = [
             Spec.make(v.shape, v.dtype, axis, entry)
             for v, entry in zip(operands, hint, strict=True)
         ]
-        for s in _probe_until_error(call, operands, outs, specs, axis, losses):
+        for s in _probe_until_error(call, operands, outs, specs, axis, losses, probed):
             if _is_sensible(s, operands) and all(
                 _fills(v, e, ranks)
                 for v, e in zip((*operands, *outs), (*s.ins, *s.outs), strict=True)
@@ -142,10 +152,11 @@ def _probe_until_error(
     specs: Sequence[Spec],
     axis: Placement,
     losses: RuleFailures,
+    probed: dict[Any, CostedSignature | None],
 ) -> Iterator[CostedSignature]:
     """Yield the rule's signatures for these operand layouts, until an error occurs."""
     try:
-        yield from _probe_rule(call, operands, outs, specs, axis, losses)
+        yield from _probe_rule(call, operands, outs, specs, axis, losses, probed)
     except Exception as error:
         losses.note(call.func, error)
 
@@ -157,7 +168,12 @@ def _probe_rule(
     specs: Sequence[Spec],
     axis: Placement,
     losses: RuleFailures,
+    probed: dict[Any, CostedSignature | None],
 ) -> Iterator[CostedSignature]:
+    """Yield the rule's signatures for these operand layouts.
+
+    A rule offers most signatures for every hint. ``probed`` has those that were tried before.
+    """
     rule = rule_of(call.func, call.kwargs)
     if rule is None:
         # One of this library's functions (to, contiguous, clone, ...). It treats local tensors in
@@ -196,33 +212,53 @@ def _probe_rule(
         # sum.
         if any(s.ins[i].is_partial and i not in op.addends for i in plain):
             continue
-        ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
-        taken = OpDescription([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
-        try:
-            known = describe(rule, taken, call.args, call.kwargs)
-        except Exception as error:  # perhaps of this signature only
-            losses.note(call.func, error)
-            continue
-        if not known or taken.composite is not None or taken.whole_call:
-            continue  # a hint of its own probes this
-        taken.out = taken.out or op.out
-        got = select_signature(taken, results, keep=0 if rule.inplace else None)
-        if got is None or any(a is not b for a, b in zip(got.ins, ins, strict=True)):
-            continue  # the op would box an operand
-        own = taken.traffic(got) if taken.traffic is not None else 0.0
-        moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
-        # For example an exchange with neighbours. What it moves is only known when it runs.
-        if s.factor in taken.exchanges and not own:
-            seen = probe_decomposition(call, ins, losses)
-            if seen is None:
-                continue
-            moved = seen[1]
-        yield CostedSignature(
-            tuple(x.layout[0] for x in ins),
-            tuple(o.layout[0] for o in got.outs),
-            s.factor is not None,
-            moved,
-        )
+        key = s.ins, s.factor, tuple(map(tuple, op.out))
+        if key not in probed:
+            probed[key] = _probe_signature(call, rule, op.out, s, specs, results, losses)
+        if (costed := probed[key]) is not None:
+            yield costed
+
+
+def _probe_signature(
+    call: Call,
+    rule: Rule,
+    out: Sequence[Dims],
+    s: Signature,
+    specs: Sequence[Spec],
+    results: Sequence[Spec],
+    losses: RuleFailures,
+) -> CostedSignature | None:
+    """Return a signature of a rule with its traffic, or None if a call does not run with it.
+
+    ``out`` are the dims of the results where the rule does not name them for these layouts.
+    """
+    ins = [spec.replace(layout=[e]) for spec, e in zip(specs, s.ins, strict=True)]
+    taken = OpDescription([Arg(i, x) for i, x in enumerate(ins)], function=call.func)
+    try:
+        known = describe(rule, taken, call.args, call.kwargs)
+    except Exception as error:  # perhaps of this signature only
+        losses.note(call.func, error)
+        return None
+    if not known or taken.composite is not None or taken.whole_call:
+        return None  # a hint of its own probes this
+    taken.out = taken.out or list(out)
+    got = select_signature(taken, results, keep=0 if rule.inplace else None)
+    if got is None or any(a is not b for a, b in zip(got.ins, ins, strict=True)):
+        return None  # the op would box an operand
+    own = taken.traffic(got) if taken.traffic is not None else 0.0
+    moved: tuple[tuple[str, int], ...] = (("seconds", int(own * 1e12)),) if own else ()
+    # For example an exchange with neighbours. What it moves is only known when it runs.
+    if s.factor in taken.exchanges and not own:
+        seen = probe_decomposition(call, ins, losses)
+        if seen is None:
+            return None
+        moved = seen[1]
+    return CostedSignature(
+        tuple(x.layout[0] for x in ins),
+        tuple(o.layout[0] for o in got.outs),
+        s.factor is not None,
+        moved,
+    )
 
 
 def probe_decomposition(
