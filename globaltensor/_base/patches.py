@@ -175,6 +175,11 @@ TABLE: tuple[Patch, ...] = (
         "torch has a path of its own for the name mpi, without store, timeout or local groups",
     ),
     *(
+        Patch(f"{home}:{name}", "torch 2.11", "ranks that wait for each other would wait for long")
+        for name in ("barrier", "monitored_barrier")
+        for home in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
+    *(
         Patch(f"{home}:{name}", "torch 2.11", _COUNTED_TWICE)
         for name in (
             "all_reduce",

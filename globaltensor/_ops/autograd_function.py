@@ -27,7 +27,7 @@ from .._base.torch_private import function_mode_on, innermost_transform
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.reducer import reducer
 from .._tensor.gradients.watchers import Watcher
-from .._tensor.history import GRADIENT
+from .._tensor.history import GRADIENT, record
 from .._tensor.pending_tensor import PendingTensor, local_of
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
 from .._tensor.view_tracking import RemoteView, finish_inplace
@@ -181,6 +181,7 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None, i: int, name: str) 
             else grad
         )
     if isinstance(grad, GlobalTensor):
+        record("gradient from a custom Function", grad)
         return box(
             local_of(grad),
             grad._spec,
@@ -188,7 +189,12 @@ def _grad_to_home(grad: Any, home: Spec | torch.Size | None, i: int, name: str) 
             why="gradient from a custom Function",
         )
     whole = Spec.make(grad.shape, grad.dtype, home.placement, [broadcast] * home.placement.axes)
-    return box(grad, whole, home.replace(dtype=grad.dtype), why="gradient from a custom Function")
+    return box(
+        promote_plain_tensor(grad, whole, f"the gradient of argument {i} that {name} returned"),
+        whole,
+        home.replace(dtype=grad.dtype),
+        why="gradient from a custom Function",
+    )
 
 
 def _apply_on_global_args(function: Any, args: Sequence[Any]) -> Any:

@@ -29,7 +29,7 @@ from .._tensor.copies import deepcopy, shallow_copy
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.grad import get_grad, set_grad
 from .._tensor.gradients import parameter_gather, reducer
-from .._tensor.history import identify_copy, record
+from .._tensor.history import detached_serial, identify_copy, record
 from .._tensor.pending_tensor import (
     PendingTensor,
     materialized_first,
@@ -469,6 +469,7 @@ def detach_(self: GlobalTensor) -> GlobalTensor:
     PyTorch detaches no view in place. A local tensor that is a view, for example of a communication
     buffer, is replaced by one that is not.
     """
+    self._serial = detached_serial(self)
     if isinstance(self, RemoteView):
         self.detach_origin()
     elif self._local._is_view():

@@ -11,11 +11,22 @@ from collections.abc import Sequence
 from ..distributed.world import world
 from .global_tensor import GlobalTensor
 
-__all__ = ["COPY", "GRADIENT", "identify_copy", "identify_results", "record", "record_together"]
+__all__ = [
+    "COPY", "GRADIENT", "detached_serial", "identify_copy", "identify_results", "record",
+    "record_together",
+]  # fmt: skip
 
 # The serial of a gradient or copy is the hash of its tensor's serial and one of these numbers.
 GRADIENT = 1
 COPY = 2
+
+
+def detached_serial(x: GlobalTensor) -> int:
+    """Return the serial of ``x.detach()``. It is another one if ``x`` requires grad.
+
+    One rank may detach alone. But an operation on the result has other gradients than the same
+    operation on ``x``."""
+    return -x._serial if x._local.requires_grad else x._serial
 
 
 def identify_copy(out: GlobalTensor, source: GlobalTensor, kind: int = COPY) -> GlobalTensor:

@@ -22,7 +22,7 @@ from .global_tensor import GlobalTensor, SlottedGlobalTensor
 from .grad import get_grad, set_grad
 from .gradients import parameter_gather
 from .gradients.leaf import attach, detach
-from .history import record
+from .history import detached_serial, record
 from .plain_operands import operand_spec, promote_plain_tensor
 from .strides import copy_noted_strides, forget_note
 from .view_tracking import RemoteView, alias_of, link_alias
@@ -92,7 +92,7 @@ def data(self: GlobalTensor) -> GlobalTensor:
     if isinstance(self, RemoteView):
         return alias_of(self, detached=True)
     # Autograd does not see writes into it.
-    out = GlobalTensor.wrap(self._local.data, self._spec, self._serial)
+    out = GlobalTensor.wrap(self._local.data, self._spec, detached_serial(self))
     link_alias(self, out, viewed=False)
     copy_noted_strides(self, out)
     return out
@@ -140,7 +140,7 @@ def set_data(self: GlobalTensor, value: Any) -> None:
             self._spec,
         )
     # One rank alone may set what is there already, as module.to("cpu") does on a CPU.
-    if not value._serial or value._serial != self._serial:
+    if not value._serial or value._serial not in (self._serial, detached_serial(self)):
         record("setting .data", self, value)
         parameter_gather.reset_prefetch(self._spec.placement)
         self._serial = value._serial

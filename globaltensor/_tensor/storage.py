@@ -117,6 +117,9 @@ class Address:
 
     __int__ = __index__
 
+    def __format__(self, form: str) -> str:
+        return format(int(self), form) if form else repr(self)
+
     @property
     # ctypes accepts an object with this attribute as a pointer
     def _as_parameter_(self) -> NoReturn:

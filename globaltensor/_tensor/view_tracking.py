@@ -25,6 +25,7 @@ from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .gradients.reducer import observe_gradients
+from .history import detached_serial
 from .pending_tensor import PendingTensor
 from .strides import copy_noted_strides, device_strides
 
@@ -138,7 +139,8 @@ class RemoteView(PendingTensor):
             RemoteView, self._spec.shape, dtype=self._spec.dtype, device=local.device
         )
         link_alias(self, out)
-        out._spec, out._serial = self._spec, self._serial
+        out._spec = self._spec
+        out._serial = detached_serial(self) if detached else self._serial
         if detached:
             source, grad = alias_of(source, detached=True), False
         elif "_untracked" in self.__dict__:
@@ -328,16 +330,23 @@ def alias_of(x: GlobalTensor, detached: bool = False) -> GlobalTensor:
     """Return another tensor that is an alias of ``x``."""
     if isinstance(x, RemoteView):
         return x.alias(detached)
-    local = x._local.detach() if detached else x._local
+    local, spec, serial = x._local, x._spec, x._serial
+    if detached:
+        if local.requires_grad:
+            serial = detached_serial(x)
+        local = local.detach()
     # (torch.nn.Parameter requires that a detached tensor has the same class.)
     out = (
-        GlobalTensor.without_slots(local, x._spec)
+        GlobalTensor.without_slots(local, spec)
         if type(x) is GlobalTensor
-        else GlobalTensor.wrap(local, x._spec)
+        else GlobalTensor.wrap(local, spec)
     )
-    link_alias(x, out, viewed=False)
+    memory = x._memory
+    if memory is None:  # `link_alias`, without the cost of a call
+        memory = x._memory = AliasGroup()
+    out._memory = memory
     copy_noted_strides(x, out)
-    out._serial = x._serial
+    out._serial = serial
     return out
 
 

@@ -285,7 +285,8 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
         if len(lines) == 3 and (first.kind, first.purpose) == (other.kind, other.purpose):
             lines.append(
                 "  they have run the same operations, but with other numbers, on other tensors, "
-                "some more often, or in another order: flow.check_ranks() shows which"
+                "some more often, in another order, or on tensors that some have detached: "
+                "flow.check_ranks() shows which"
             )
     lines.append(_ADVICE)
     return "\n".join(lines)
@@ -378,7 +379,8 @@ def _divergence_at_end_text(
     if len(lines) == 1:
         lines.append(
             "  each operation has run on both, but on one rank more often, with other numbers or "
-            "values of arguments, or in another order: flow.check_ranks() shows where"
+            "values of arguments, in another order, or on a detached tensor: flow.check_ranks() "
+            "shows where"
         )
     lines.append(_ADVICE)
     return "\n".join(lines)

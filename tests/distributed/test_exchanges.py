@@ -156,6 +156,11 @@ def test_an_equal_plain_tensor_is_not_blamed() -> None:
     assert "hold different values" not in said[0]
 
 
+def cut_alone(x: Any, cut: bool) -> Any:
+    """Cut the graph on this rank if ``cut``. Ranks do not compare the function of a local_map."""
+    return flow.local_map(lambda part: part.detach() if cut else part, S(0))(x)
+
+
 def sizes() -> list[str]:
     rank, said, where = flow.env.get_rank(), [], line()
 
@@ -173,7 +178,7 @@ def sizes() -> list[str]:
     def detached() -> None:
         m = model()
         h = m[0](rows())  # type: ignore[index, operator]
-        m[1](h if rank else h.detach()).sum().backward()  # type: ignore[index, operator]
+        m[1](cut_alone(h, rank == 0)).sum().backward()  # type: ignore[index, operator]
         assert m[1].weight.grad.to_local() is not None  # type: ignore[index, operator, union-attr]
 
     said.append(
@@ -181,6 +186,19 @@ def sizes() -> list[str]:
             frozen,
             r"^test_exchanges.py:\d+: .*to_global\(.*\nthe ranks have diverged",
             r"rank 0 has run requires_grad_\(False\) of f32\[3\] B, which rank 1 has not",
+        )
+    )
+
+    def plainly_detached() -> None:
+        m = model()
+        h = m[0](rows())  # type: ignore[index, operator]
+        m[1](h if rank else h.detach()).sum().backward()  # type: ignore[index, operator]
+
+    said.append(
+        refused(
+            plainly_detached,
+            r"^test_exchanges.py:\d+: .*backward\(.*\nthe ranks have diverged",
+            r"or on tensors that some have detached: flow.check_ranks\(\) shows which",
         )
     )
     said.append(
@@ -212,7 +230,7 @@ def sizes_without_shared_memory() -> list[str]:
         torch.manual_seed(0)
         m = flow.parallelize(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)), where, plan)
         h = m[0](rows())
-        m[1](h.detach() if rank == odd else h).sum().backward()
+        m[1](cut_alone(h, rank == odd)).sum().backward()
         assert m[1].weight.grad.to_local() is not None
 
     for plan, odd in (("data", 0), ("data", 1), ("fsdp", 0), ("fsdp", 1)):

@@ -267,6 +267,67 @@ def result_of_a_hook() -> None:
     a.grad.sum().item()
 
 
+def trained(part: Callable[[Any], Any]) -> None:
+    """Read a gradient of ``x * part(x * 2)``. It is another one where ``part`` cuts the graph."""
+    x = rows().requires_grad_()
+    (x * part(x * 2)).sum().backward()
+    x.grad.sum().item()
+
+
+def cut_on_one_rank(cut: Callable[[Any], Any]) -> Callable[[], None]:
+    return lambda: trained(chosen(lambda y: y, cut))
+
+
+def detached_in_place(y: Any) -> Any:
+    y.detach_()
+    return y
+
+
+def tied_weight_detached() -> None:
+    layer = two()[0]
+    y = layer(rows()) + rows() @ chosen(layer.weight, layer.weight.detach())
+    y.sum().backward()
+    layer.weight.grad.sum().item()
+
+
+def gradient_from_a_function(gradient: Callable[[Any], Any]) -> Callable[[], None]:
+    """Let the backward of a Function return ``gradient`` of the one that it receives."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return gradient(grads[0])
+
+    return lambda: trained(Same.apply)
+
+
+def another_gradient_from_a_function() -> None:
+    others = rows(1), rows(2)
+    gradient_from_a_function(lambda grad: chosen(*others))()
+
+
+def numpy_noise(grad: Any) -> Any:
+    return torch.from_numpy(grad.numpy() * np.random.default_rng(flow.env.get_rank()).normal())
+
+
+def cut_on_all_ranks() -> list[float]:
+    """Cut the graph on every rank, and detach on one rank what has no graph, or is not used."""
+    x = rows().requires_grad_()
+    with torch.no_grad():
+        y = x * 2
+    y = chosen(y, y.detach())
+    (x * y * (x * 2).detach()).sum().backward()
+    chosen(x, x.detach())
+    layer = two()[0]
+    for p in layer.parameters():
+        p.data = chosen(p, p.data)
+    return [x.grad.sum().item(), layer(rows()).shape[0]]
+
+
 PROGRAMS: dict[str, Callable[[], None]] = {
     "boxed in another order": boxed_in_another_order,
     "another operand": another_operand,
@@ -303,7 +364,16 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "gradient asked for": gradient_asked_for,
     "gradient picked": gradient_picked,
     "result of a hook": result_of_a_hook,
-}
+    "detached on one rank": cut_on_one_rank(lambda y: y.detach()),
+    ".data on one rank": cut_on_one_rank(lambda y: y.data),
+    "detached in place on one rank": cut_on_one_rank(detached_in_place),
+    "gradient of a Function, another": another_gradient_from_a_function,
+    "gradient of a Function, None": gradient_from_a_function(lambda grad: chosen(grad, None)),
+    "gradient of a Function, plain": gradient_from_a_function(
+        lambda grad: chosen(torch.ones(4, 3).double(), torch.zeros(4, 3).double())),
+    "gradient of a Function, from NumPy": gradient_from_a_function(numpy_noise),
+    "tied weight detached on one rank": tied_weight_detached,
+}  # fmt: skip
 
 
 def programs_of_two_ranks() -> list[str]:
@@ -335,6 +405,10 @@ def steps_of_one_rank() -> list[float]:
 
 def test_what_one_rank_may_do_alone_does_not_diverge() -> None:
     assert run_on(2, steps_of_one_rank) == [[132.0, 66.0]] * 2
+
+
+def test_graphs_that_all_ranks_cut_do_not_diverge() -> None:
+    assert run_on(2, cut_on_all_ranks) == [[2024.0, 4]] * 2
 
 
 def tensors_of_single_ranks() -> float:

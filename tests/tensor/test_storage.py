@@ -126,6 +126,7 @@ READERS: dict[str, Callable[[Any], Any]] = {
     "typed storage list": lambda x: x.storage().tolist(),
     "address": lambda x: int(x.data_ptr()),
     "address of Tensor": lambda x: hex(torch.Tensor.data_ptr(x)),
+    "address in text": lambda x: f"{x.data_ptr():#x}",
     "address of storage": lambda x: int(x.untyped_storage().data_ptr()),
     "const address": lambda x: (
         int(x.const_data_ptr()) if hasattr(x, "const_data_ptr") else int(x.data_ptr())

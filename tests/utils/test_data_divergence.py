@@ -14,7 +14,7 @@ from torch.utils import data
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import DivergenceError, GlobalTensorError, ShapeError
-from globaltensor.utils.data import GlobalBatches, GlobalDataLoader
+from globaltensor.utils.data import DistributedSampler, GlobalBatches, GlobalDataLoader
 
 S, B = flow.sbp.split, flow.sbp.broadcast
 
@@ -73,6 +73,68 @@ def read_other_rows(how: str, check_meta: bool) -> str:
 def test_ranks_that_would_read_other_rows_are_told(how: str, says: str, check_meta: bool) -> None:
     texts = run_on(2, read_other_rows, how, check_meta)
     assert one_error(texts, "DivergenceError: GlobalDataLoader: rank 1 would read other", says)
+
+
+def split_of(rows: Any) -> data.Dataset[Any]:
+    """Split the rows as a script does that sets no seed: other rows on each rank."""
+    generator = torch.Generator().manual_seed(flow.env.get_rank())
+    return data.random_split(rows, [12, 4], generator)[0]
+
+
+SUBSETS: dict[str, Callable[[Any], Any]] = {
+    "random_split": split_of,
+    "nested": lambda rows: data.Subset(split_of(rows), range(8)),
+    "concatenated": lambda rows: data.ConcatDataset([rows, split_of(rows)]),
+    "stacked": lambda rows: data.StackDataset(split_of(rows), split_of(rows)),
+    "one rank": lambda rows: data.Subset(rows, range(16)) if flow.env.get_rank() else rows,
+    "tensor": lambda rows: data.Subset(rows, torch.arange(8) + flow.env.get_rank()),
+}
+
+
+def read_other_subsets(how: str, own: bool) -> str:
+    """Read a split of the rows, with GlobalDataLoader or with GlobalBatches (``own``)."""
+    rows, where = SUBSETS[how](data.TensorDataset(torch.arange(16.0))), flow.placement.all("cpu")
+    if not own:
+        return failure(lambda: list(GlobalDataLoader(rows, 4, placement=where, sbp=S(0))))
+    loader = data.DataLoader(rows, 2, sampler=DistributedSampler(rows, drop_last=True))
+    return failure(lambda: list(GlobalBatches(loader, where)))
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("how", SUBSETS)
+def test_ranks_with_other_subsets_are_told(how: str, own: bool) -> None:
+    texts = run_on(2, read_other_subsets, how, own)
+    says = "the DistributedSamplers of the ranks divide other rows" if own else "the subset of the"
+    assert one_error(texts, "DivergenceError: Global", says, "generator=torch.Generator()")
+
+
+def sample_otherwise(how: str) -> str:
+    """Let ranks pass other settings to a DistributedSampler, or take their rows without one."""
+    rank, rows = flow.env.get_rank(), data.TensorDataset(torch.arange(16.0))
+    sampler: Any = DistributedSampler(rows, seed=rank if how == "seed" else 0)
+    if how == "epoch":
+        sampler.set_epoch(rank)
+    options: dict[str, Any] = {"batch_size": 4, "sampler": sampler}
+    if how == "batch_sampler":
+        sampler.set_epoch(rank)
+        options = {"batch_sampler": data.BatchSampler(sampler, 4, drop_last=True)}
+    if how == "own rows":
+        rows, options = data.Subset(rows, range(rank, 16, 2)), {"batch_size": 4}  # type: ignore[assignment]
+    loader = data.DataLoader(rows, **options)
+    return failure(lambda: list(GlobalBatches(loader, flow.placement.all("cpu"))))
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("seed", "seed 0; rank 1 has 16 samples, epoch 0, seed 1"),
+        ("epoch", "rank 1 has 16 samples, epoch 1, seed 0"),
+        ("batch_sampler", "rank 1 has 16 samples, epoch 1, seed 0"),
+        ("own rows", "no error"),
+    ],
+)
+def test_samplers_of_other_settings_are_told(how: str, says: str) -> None:
+    assert one_error(run_on(2, sample_otherwise, how), says)
 
 
 def begin_again(check_meta: bool) -> str:

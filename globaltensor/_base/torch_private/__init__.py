@@ -29,6 +29,7 @@ from .distributed import (
     register_mpi as register_mpi,
     set_timeout as set_timeout,
     timeout_of as timeout_of,
+    wrap_barriers as wrap_barriers,
     wrap_gathered_states as wrap_gathered_states,
     wrap_staged_states as wrap_staged_states,
 )

@@ -22,6 +22,7 @@ __all__ = [
     "register_mpi",
     "set_timeout",
     "timeout_of",
+    "wrap_barriers",
     "wrap_gathered_states",
     "wrap_staged_states",
 ]
@@ -153,6 +154,19 @@ def wrap_staged_states(staged: Any) -> None:
         "torch.distributed.checkpoint._state_dict_stager:StateDictStager._offload_tensor",
         offloading,
     )
+
+
+def wrap_barriers(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace the barriers of torch.distributed by ``wrapped(barrier)``."""
+    for name in ("barrier", "monitored_barrier"):
+        original = getattr(torch.distributed, name)
+        replacement = wrapped(original)
+
+        def change(before: Any, original: Any = original, replacement: Any = replacement) -> Any:
+            return replacement if before is original else before
+
+        for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
+            patch(f"{home}:{name}", change)
 
 
 def before_collectives(

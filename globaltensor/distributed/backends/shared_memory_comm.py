@@ -18,9 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...errors import GlobalTensorError
+from ..._base.user_code import user_line
+from ...errors import DivergenceError, GlobalTensorError
 from ..communicator import Handle, ReduceScatterHandle, as_bytes, combine
-from ..divergence import how_it_ended
+from ..divergence import READING, READING_ADVICE, collective_of, how_it_ended, spelled
 from ..world import ProcessWorld
 from .process_group_comm import P2PCommunicator, ProcessGroupCommunicator
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
@@ -134,10 +135,27 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             peers.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
             return self._diverged(lambda data: self._exchange_reports(peers, data))
+        if error.in_barrier is not None:
+            return self._waits_in_barrier(error.in_barrier)
         if error.gone is None:
             return self.broken("a collective", error)
         how, early = how_it_ended(record)
         return self.broken("a collective", error, f"rank {error.gone} {how}", early)
+
+    def _waits_in_barrier(self, peer: int) -> DivergenceError:
+        """Return the error for a rank that waits for this one in a barrier of torch.distributed."""
+        purpose = spelled(self.world.purpose)
+        place = collective_of(self.world.kind, purpose)
+        advice = (
+            READING_ADVICE
+            if purpose.startswith(READING)
+            else "Every rank must run the same operations on global tensors: move them out of the "
+            "branch of one rank"
+        )
+        return DivergenceError(
+            f"{user_line()}\nrank {self.world.rank} is in {place}, while rank {peer} waits for it "
+            f"in a barrier of torch.distributed. {advice}"
+        )
 
     def _compare(self, device: torch.device) -> None:
         if self.peers(device) is None:

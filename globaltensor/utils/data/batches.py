@@ -19,13 +19,15 @@ from ...errors import DivergenceError, GlobalTensorError, SbpError
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.tensor_kinds import Described, described, refuse
+from .read_order import SPLIT_ADVICE, sampler_text
 
 __all__ = ["GlobalBatches"]
 
 _END = object()
 #: The message of a rank about its batch: its number, its structure, and shape and dtype
-#: (`described`) of each tensor. It is None if the rank's loader has ended.
-_BatchHeader = tuple[int, Any, list[Described]]
+#: (`described`) of each tensor. The first one also has the `sampler_text` of its loader. It is None
+#: if the rank's loader has ended.
+_BatchHeader = tuple[int, Any, list[Described], str]
 
 
 class GlobalBatches:
@@ -96,6 +98,7 @@ class GlobalBatches:
                     number,
                     replaced(batch, iter([torch.empty(0)] * len(tensors))),
                     [described(t) for t in tensors],
+                    "" if number else sampler_text(self.loader),
                 )
             )
             headers: Sequence[_BatchHeader | None] = (
@@ -107,7 +110,7 @@ class GlobalBatches:
             )
             if not self._all_have_next(headers, number):
                 return
-            _, shell, metas = headers[this_world.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
+            _, shell, metas, _ = headers[this_world.rank if inside else self.placement.flat[0]]  # type: ignore[misc]
             parts = [
                 self._global_batch_tensor(i, tensors[i] if inside else None, headers)
                 for i in range(len(metas))
@@ -143,6 +146,14 @@ class GlobalBatches:
                     f"GlobalBatches: rank {first} reads batch {numbers[first]}, rank {r} batch "
                     f"{numbers[r]}: a rank has begun the iteration again, or has left out a batch. "
                     "All ranks must iterate together"
+                )
+            reads, first_reads = headers[r][3], headers[first][3]  # type: ignore[index]
+            if reads != first_reads:
+                raise DivergenceError(
+                    "GlobalBatches: the DistributedSamplers of the ranks divide other rows, so "
+                    f"some rows would be read twice and others never: rank {first} has "
+                    f"{first_reads or 'none'}; rank {r} has {reads or 'none'}. Every rank needs "
+                    f"the same dataset, seed and epoch (set_epoch). {SPLIT_ADVICE}"
                 )
             if structures[r] != structures[first]:
                 counts = {r: len(headers[r][2]) for r in ranks}  # type: ignore[index]

@@ -8,8 +8,6 @@ all ranks.
 
 from __future__ import annotations
 
-import hashlib
-from array import array
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -26,6 +24,7 @@ from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.spec import Spec
 from .prefetch import on_device
+from .read_order import SPLIT_ADVICE, order_text, subset_text
 from .sampler import DistributedSampler
 
 __all__ = ["GlobalDataLoader"]
@@ -35,9 +34,9 @@ _SET_HERE = {
     "batch_sampler": "pass sampler, batch_size and drop_last: each rank reads its share of a batch",
     "generator": "pass seed, or a sampler with a generator of its own",
 }
-_SHOWN_ROWS = 6  # number of rows that an error shows
 #: First element of the message that ranks exchange when an iteration begins.
 _BEGIN = "begin"
+_SUBSET = "the subset of the dataset"
 
 
 class GlobalDataLoader:
@@ -227,7 +226,8 @@ class GlobalDataLoader:
             "shuffle": self.shuffle,
             "seed": self.seed,
             "the length of the dataset": len(self.dataset),
-            "the order of the samples": _order_text(rows),
+            "the order of the samples": order_text(rows),
+            _SUBSET: subset_text(self.dataset) or "all of it",
         }
         messages = this_world.comm(tuple(range(this_world.size))).all_gather_object(
             (_BEGIN, own), "GlobalDataLoader"
@@ -236,25 +236,17 @@ class GlobalDataLoader:
         ranks = self.placement.flat
         first = ranks[0]
         for name in own:
+            advice = f". {SPLIT_ADVICE}" if name == _SUBSET else ""
             for r in range(this_world.size) if name == "batches" else ranks:
                 if messages[r][1][name] != messages[first][1][name]:
                     raise DivergenceError(
                         f"GlobalDataLoader: rank {r} would read other batches than rank {first}: "
                         f"{name} is {messages[r][1][name]} on rank {r}, "
-                        f"{messages[first][1][name]} on rank {first}. Every rank needs the same "
-                        "dataset, the same seed and epoch (set_epoch), the same position "
-                        "(load_state_dict), and a sampler that yields the same indices"
+                        f"{messages[first][1][name]} on rank {first}. Every rank "
+                        "needs the same dataset, the same seed and epoch (set_epoch), the same "
+                        "position (load_state_dict), and a sampler that yields the same indices"
+                        f"{advice}"
                     )
-
-
-def _order_text(rows: Sequence[Any]) -> str:
-    """Return a text of the rows to read: the first ones, and a digest of all."""
-    try:
-        data_bytes = array("q", rows).tobytes()
-    except (TypeError, OverflowError):  # keys that are no numbers
-        data_bytes = repr(rows).encode()
-    first = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
-    return f"[{first}] (digest {hashlib.blake2b(data_bytes, digest_size=8).hexdigest()})"
 
 
 def _check_stage(messages: Sequence[tuple[Any, Any]]) -> None:
