@@ -533,6 +533,48 @@ def test_a_model_that_writes_into_a_plain_tensor() -> None:
     simulate(2, run)
 
 
+class SharedEmbedding(nn.Module):
+    """An encoder and a decoder that share one embedding module, whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"tokens": nn.Embedding(12, 8)})
+        self.decoder = nn.ModuleDict({"tokens": self.encoder["tokens"]})
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.encoder["tokens"].weight
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder["tokens"](source).mean(1, keepdim=True)
+        logits = self.head(encoded + self.decoder["tokens"](target))
+        return F.cross_entropy(logits.flatten(0, 1), source.flatten())
+
+
+def test_a_module_with_two_names_trains_as_on_one_device() -> None:
+    """A search leaves the parameters of a module that has several names in the model."""
+    with _drawing:
+        torch.manual_seed(3)
+        plain = SharedEmbedding().double()
+        source, target = torch.randint(12, (4, 5)), torch.randint(12, (4, 5))
+    want = copy.deepcopy(plain)
+    loss = want(source, target)
+    loss.backward()
+
+    def run() -> None:
+        where = mesh((2,))
+        model = flow.parallelize(copy.deepcopy(plain), where, "auto")
+        held = model.encoder["tokens"].weight
+        found = model(spread(source, where), spread(target, where))
+        found.backward()
+        assert plan_of(model) is not None
+        assert model.decoder["tokens"].weight is held
+        assert model.head.weight is held
+        torch.testing.assert_close(whole(found), loss.detach())
+        for name, p in want.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name).grad), p.grad)
+
+    simulate(2, run)
+
+
 def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
     class Asking(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -114,6 +114,7 @@ def calls_of_model(
     one = Placement("cpu", [world().rank])
     states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     lent = {path: _replicated_on_meta(t, one) for path, t in states.items()}
+    held_at = _paths_of_held_states(model, states)
     arguments = args, dict(kwargs or {})
     inputs = replaced_in_objects(
         arguments, iter([_replicated_on_meta(t, one) for t in object_tensors(arguments, [])])
@@ -121,7 +122,8 @@ def calls_of_model(
     saved: dict[int, list[torch.Tensor]] = {}
 
     def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:
-        return functional_call(model, given, inputs[0], inputs[1])
+        held = {name: given[path] for name, path in held_at.items()}
+        return functional_call(model, held, inputs[0], inputs[1], tie_weights=False)
 
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
@@ -138,6 +140,24 @@ def calls_of_model(
         if value.state == "input":
             value.name = numbered.get(value.name, value.name)
     return calls
+
+
+def _paths_of_held_states(
+    model: torch.nn.Module, states: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return the path in ``states`` of each tensor that a module of the model holds, by its name.
+
+    A tensor that several modules hold has a name for each of them. A module that has several names
+    counts once: `functional_call` ties its parameters under all of them, and then restores the old
+    value under one name and the new one under the next.
+    """
+    paths = {id(t): path for path, t in states.items()}
+    return {
+        f"{prefix}.{name}".removeprefix("."): paths[id(t)]
+        for prefix, module in model.named_modules()
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None
+    }
 
 
 @contextlib.contextmanager
