@@ -421,7 +421,8 @@ def _plain_differs(reports: Sequence[Report]) -> str:
         "value, x.to_global(placement, sbp=flow.sbp.broadcast) copies the first rank's, and "
         "torch.manual_seed with one number on every rank makes all ranks draw the same. If they "
         "come from a set of strings, whose order differs by process, sort it, or start all ranks "
-        "with PYTHONHASHSEED=0. On a "
+        "with PYTHONHASHSEED=0. Memory of torch.empty into which nothing was written differs by "
+        "rank: torch.zeros makes it the same. On a "
         "placement of several axes each of these takes sbp with one entry for each axis, such as "
         "[split(0), broadcast] where only the ranks along the first axis have rows of their own"
     )
