@@ -68,6 +68,7 @@ _OVERWRITING = frozenset(
         "index_copy_",
         "index_fill_",
         "index_put_",
+        "put_",
         "masked_fill_",
         "masked_scatter_",
         "scatter_",
@@ -143,7 +144,9 @@ def write_into_plain(
     Afterwards the tensor has the full result on every rank."""
     target = args[0]
     name = name_of(func)
-    if name in _OVERWRITING:
+    # of `index_put_` and `put_`
+    accumulates = kwargs.get("accumulate") or (name.endswith("put_") and len(args) > 3 and args[3])
+    if name in _OVERWRITING and not accumulates and not kwargs.get("reduce"):
         return _overwrite_plain(func, placement, args, kwargs)
     read = name not in _ADDED_TO or kwargs.get("beta", 1) != 0
     stand_in = global_copy(target, placement, f"target of {name}", checked=read)

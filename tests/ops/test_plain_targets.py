@@ -141,6 +141,7 @@ FILLS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "masked_fill_": lambda out, x: out.masked_fill_(x >= 0, 2.0),
     "index_copy_": lambda out, x: out.index_copy_(0, torch.tensor([2, 0, 1]), x.expand(3, 4, 3)),
     "index_put_": lambda out, x: out.index_put_((torch.tensor([2, 0, 1]),), x),
+    "put_": lambda out, x: out.put_(torch.arange(12), x),
     "scatter_": lambda out, x: out.scatter_(0, (x * 0).long()[None], x[None] + 1),
 }
 
@@ -172,6 +173,27 @@ def test_a_buffer_that_is_filled_in_parts_may_differ_by_rank(name: str) -> None:
                 torch.testing.assert_close(x.grad.to_global(sbp=B).to_local(), plain.grad)
 
     simulate(2, on_ranks)
+
+
+#: Writes that add to the old elements of their target.
+ADDS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "index_put_": lambda out, x: out.index_put_((torch.tensor([0, 0]),), x[:2], True),
+    "put_": lambda out, x: out.put_(torch.tensor([0, 0]), x[0, :2], accumulate=True),
+    "scatter_": lambda out, x: out.scatter_(0, (x * 0).long(), x, reduce="add"),
+    "index_add_": lambda out, x: out.index_add_(0, torch.tensor([0, 0]), x[:2]),
+}
+
+
+@pytest.mark.parametrize("name", ADDS)
+def test_a_target_that_is_added_to_must_not_differ_by_rank(name: str) -> None:
+    def on_ranks() -> None:
+        x = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, of scatter_ with reduce
+            ADDS[name](torch.full((4, 3), float(flow.env.get_rank())), x)
+
+    with pytest.raises(DivergenceError, match=f"target of {name}"):
+        simulate(2, on_ranks)
 
 
 def test_an_index_of_a_plain_target_must_not_differ_by_rank() -> None:
