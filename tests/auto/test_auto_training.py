@@ -575,6 +575,44 @@ def test_a_module_with_two_names_trains_as_on_one_device() -> None:
     simulate(2, run)
 
 
+class CachedTable(nn.Module):
+    """A layer that fills a table at its first call and notes in numbers how much of it is filled.
+
+    Layers of rotary embeddings are made so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(16, 8), persistent=False)
+        self.filled, self.cache, self.seen = 0, {"calls": 0}, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache["calls"] += 1
+        self.seen.append(x.shape[1])
+        if self.filled < x.shape[1]:
+            self.table[: x.shape[1]] = torch.arange(8) + torch.arange(x.shape[1])[:, None]
+            self.filled = x.shape[1]
+            self.cache["size"] = self.filled
+        return (self.linear(x) * self.table[: self.filled]).pow(2).mean()
+
+
+def test_a_search_leaves_no_number_in_the_modules() -> None:
+    with _drawing:
+        torch.manual_seed(3)
+        plain, x = CachedTable().double(), numbers(4, 3, 8)
+    want = copy.deepcopy(plain)
+    losses = [want(x).item() for _ in range(2)]
+
+    def run() -> None:
+        where = mesh((2,))
+        model = flow.parallelize(copy.deepcopy(plain), where, "auto")
+        assert [model(spread(x, where)).item() for _ in range(2)] == pytest.approx(losses)
+        assert plan_of(model) is not None
+        assert (model.filled, model.cache, model.seen) == (want.filled, want.cache, want.seen)
+
+    simulate(2, run)
+
+
 def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
     class Asking(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

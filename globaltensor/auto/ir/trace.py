@@ -23,6 +23,7 @@ from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.capture.capture import CaptureResult, capture
 from ...graph.capture.module_hooks import watched
+from ...graph.capture.reachable_containers import Containers, put_back
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
@@ -128,7 +129,11 @@ def calls_of_model(
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
 
-    with torch.set_grad_enabled(True), _dispatching_experts(model):
+    with (
+        _restoring_attributes(model),
+        torch.set_grad_enabled(True),
+        _dispatching_experts(model),
+    ):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
     calls = _read(captured, saved, dict(zip(names, lent, strict=False)))
@@ -158,6 +163,27 @@ def _paths_of_held_states(
         for name, t in (*module._parameters.items(), *module._buffers.items())
         if t is not None
     }
+
+
+@contextlib.contextmanager
+def _restoring_attributes(model: torch.nn.Module) -> Iterator[None]:
+    """Restore all attributes of the modules after the context.
+
+    The pass was not one of the program. A number that it left, such as the length of a table that
+    it filled, would say that the table is filled, but the table has its old values again.
+    """
+    containers = Containers(model.modules())
+    for path, part in model.named_modules():
+        containers.add_attributes(path, vars(part))
+    try:
+        yield
+    finally:
+        for place in containers.found.values():
+            now = dict(place.items())
+            changed = {
+                k for k in now.keys() | place.then.keys() if now.get(k) is not place.then.get(k)
+            }
+            put_back(place, changed)
 
 
 @contextlib.contextmanager
