@@ -609,6 +609,11 @@ def test_a_search_leaves_no_number_in_the_modules() -> None:
         assert [model(spread(x, where)).item() for _ in range(2)] == pytest.approx(losses)
         assert plan_of(model) is not None
         assert (model.filled, model.cache, model.seen) == (want.filled, want.cache, want.seen)
+        captured = copy.deepcopy(plain).to_global(where, [B])
+        graph = Training(captured, lambda c: c.enable_auto_parallel())
+        assert graph(spread(x, where)).item() == pytest.approx(losses[0])
+        assert captured.filled == want.filled
+        torch.testing.assert_close(whole(captured.table), want.table)
 
     simulate(2, run)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -130,7 +130,7 @@ def calls_of_model(
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
 
     with (
-        _restoring_attributes(model),
+        _restoring_attributes([model]),
         torch.set_grad_enabled(True),
         _dispatching_experts(model),
     ):
@@ -166,15 +166,16 @@ def _paths_of_held_states(
 
 
 @contextlib.contextmanager
-def _restoring_attributes(model: torch.nn.Module) -> Iterator[None]:
-    """Restore all attributes of the modules after the context.
+def _restoring_attributes(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restore all attributes of the models' modules after the context.
 
     The pass was not one of the program. A number that it left, such as the length of a table that
     it filled, would say that the table is filled, but the table has its old values again.
     """
-    containers = Containers(model.modules())
-    for path, part in model.named_modules():
-        containers.add_attributes(path, vars(part))
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    containers = Containers(parts)
+    for part in parts:
+        containers.add_attributes(type(part).__name__, vars(part))
     try:
         yield
     finally:
@@ -210,7 +211,8 @@ def captured_calls(
     ``device`` has the same meaning as in `calls_of_model`.
     """
     saved: dict[int, list[torch.Tensor]] = {}
-    with torch.set_grad_enabled(graph.training):
+    models = graph._modules.values()
+    with _restoring_attributes(models), torch.set_grad_enabled(graph.training):
         captured = graph._capture_build(
             args,
             dict(kwargs or {}),
