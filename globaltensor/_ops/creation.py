@@ -645,7 +645,7 @@ def _fill(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     value = 0 if func.__name__ == "zero_" else _argument(args, kwargs, 1, "value")
     if isinstance(value, Tensor):  # copy_ computes gradients of the value
         return x.copy_(value if isinstance(value, Tensor) else torch.tensor(value, dtype=x.dtype))
-    unpartial_norm_target(func.__name__, x)
+    unpartial_norm_target(func.__name__, x, isinstance(value, (int, float)) and value >= 0)
     if any(e.is_partial for e in x._spec.layout):  # most ranks write zeros instead
         check_number(value, x._spec.dtype)
     x._local.fill_(value if draws.owns_value(x._spec) else 0)

@@ -58,15 +58,17 @@ _COMPUTED_IN_OUT = frozenset(
         "logspace",
     )
 )
+#: Functions that replace elements of their target, and do not read the others.
 _OVERWRITING = frozenset(
     (
         "copy_",
         "fill_",
         "zero_",
-        "__setitem__",
+        "__setitem___",  # the name that `name_of` returns
         "index_copy_",
         "index_fill_",
         "index_put_",
+        "put_",
         "masked_fill_",
         "masked_scatter_",
         "scatter_",
@@ -141,13 +143,42 @@ def write_into_plain(
 
     Afterwards the tensor has the full result on every rank."""
     target = args[0]
-    # the previous contents do not matter, or have never been written
     name = name_of(func)
-    overwritten = name in _OVERWRITING or (name in _ADDED_TO and kwargs.get("beta", 1) == 0)
-    stand_in = global_copy(target, placement, f"target of {name}", checked=not overwritten)
+    # of `index_put_` and `put_`
+    accumulates = kwargs.get("accumulate") or (name.endswith("put_") and len(args) > 3 and args[3])
+    if name in _OVERWRITING and not accumulates and not kwargs.get("reduce"):
+        return _overwrite_plain(func, placement, args, kwargs)
+    read = name not in _ADDED_TO or kwargs.get("beta", 1) != 0
+    stand_in = global_copy(target, placement, f"target of {name}", checked=read)
     result = func(stand_in, *args[1:], **kwargs)
     copy_back(target, stand_in)
     return target if result is stand_in else result
+
+
+def _overwrite_plain(
+    func: Any, placement: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an op that replaces elements of a plain tensor, with the full values of its operands.
+
+    The other elements stay what they are on each rank. They may differ between the ranks: a buffer
+    of `torch.empty`, which is filled in parts, holds other numbers on each rank before."""
+    target = args[0]
+    name = name_of(func)
+    operands = tensors_in(kwargs, tensors_in(args[1:], []))
+    values: list[torch.Tensor] = []
+    for i, t in enumerate(operands, 1):
+        if isinstance(t, GlobalTensor):
+            values.append(_full_value(t).to(target.device))
+            continue
+        purpose = f"operand {i} of {name}"
+        with torch.no_grad():
+            promote_plain_tensor(t, operand_spec(t, placement, purpose), purpose)  # compares ranks
+        values.append(t)
+    replacements = iter(values)
+    positional = replaced(args[1:], replacements)
+    func(target, *positional, **replaced(kwargs, replacements))
+    note_replicated(target)
+    return target
 
 
 def global_copy(
@@ -166,18 +197,23 @@ def copy_back(plain: torch.Tensor, written: GlobalTensor) -> None:
     """Copy the full value of a global tensor into a plain tensor on every rank. Collective.
 
     Ranks outside the placement are included."""
-    placement = written.placement
-    whole: Any = written.to_global(sbp=[broadcast] * placement.axes)
-    value = whole.to_local(grad_sbp=[broadcast] * placement.axes)
-    this_world, inside = world(), placement.coordinate(world().rank) is not None
-    # Ranks outside have the plain tensor too, but no share of its gradient.
-    if this_world.size > len(placement.flat):
-        sent_value = apply(
-            sent, (value.detach() if inside else torch.empty_like(plain), placement.flat[0]), {}
-        )
-        value = value if inside else sent_value
-    plain.copy_(value)
+    plain.copy_(_full_value(written))
     note_replicated(plain)
+
+
+def _full_value(t: GlobalTensor) -> torch.Tensor:
+    """Return the full value of a global tensor on every rank, those outside its placement included.
+
+    Collective. The ranks outside have no share of its gradient."""
+    placement = t.placement
+    whole: Any = t.to_global(sbp=[broadcast] * placement.axes)
+    value: torch.Tensor = whole.to_local(grad_sbp=[broadcast] * placement.axes)
+    this_world, inside = world(), placement.coordinate(world().rank) is not None
+    if this_world.size > len(placement.flat):
+        received = value.detach() if inside else value.new_empty(t.shape)
+        sent_value = apply(sent, (received, placement.flat[0]), {})
+        value = value if inside else sent_value
+    return value
 
 
 def check_out(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

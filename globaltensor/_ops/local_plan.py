@@ -596,9 +596,12 @@ def box_partial_target(name: str, target: GlobalTensor) -> None:
     target._spec = whole
 
 
-def unpartial_norm_target(name: str, target: GlobalTensor) -> None:
+def unpartial_norm_target(name: str, target: GlobalTensor, nonnegative: bool = False) -> None:
     """Box a target that is partial as a norm to broadcast before ``name`` writes to it.
 
-    Local norms are never less than zero, but ``name`` may write any values."""
-    if any(e.reduce.startswith("norm") for e in target._spec.layout):
+    Local norms are never less than zero, but ``name`` may write any values. ``nonnegative``: it
+    writes none less than zero, so a target with aliases stays as it is."""
+    if any(e.reduce.startswith("norm") for e in target._spec.layout) and not (
+        nonnegative and has_partial_alias(target)
+    ):
         box_partial_target(name, target)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.view_tracking import (
@@ -88,11 +89,26 @@ class ReplicatedPlan(CallPlan):
                     f"{list(value.shape)}, but each rank's local tensor has a shape of its own: "
                     "use the out-of-place form"
                 )
+            if not inner.outside:
+                self._check_partial(value)
             back = box(value, inner.dst[0], self.src[0], why=self.name)
             if not inner.outside:
                 target._local.copy_(back)  # type: ignore[attr-defined]
             return finish_inplace(target)
         return wrapped_whole(out, self.placement, inner.outside)
+
+    def _check_partial(self, value: torch.Tensor) -> None:
+        """Raise InplaceError if the partial layout of the target cannot hold ``value``.
+
+        A maximum or norm of local values passes no gradient, and a norm is not negative."""
+        reduced = {e.reduce for e in self.src[0].layout} - {"", "sum"}
+        if not reduced:
+            return
+        norm = reduced - {"max", "min"}
+        if value.requires_grad or (
+            norm and (torch_private.is_fake(value) or bool((value < 0).any()))
+        ):
+            raise inplace_error(self.name, self.src[0])
 
 
 def shared(out: Any, placement: Placement, outside: bool, locals_: list[torch.Tensor]) -> Any:

@@ -64,12 +64,12 @@ def has_aliases(x: GlobalTensor) -> bool:
 def has_partial_alias(x: GlobalTensor) -> bool:
     """Return True if a partial ``x`` may have an alias, a view or a detached tensor.
 
-    In-place writes must then keep it partial. It is False for partials other than sums.
+    In-place writes must then keep it partial.
     """
     return (
         x._memory is not None
         and not isinstance(x, RemoteView)
-        and all(e.reduce in ("", "sum") for e in x._spec.layout)
+        and any(e.is_partial for e in x._spec.layout)
     )
 
 

@@ -67,6 +67,7 @@ _PLAIN_ADVICE: Final = (
     "  - random: call torch.manual_seed with one number on every rank, or x.to_global(placement, "
     "sbp=flow.sbp.broadcast) to take the first rank's\n"
     "  - in the order of a set of strings: sort it, or start all ranks with PYTHONHASHSEED=0\n"
+    "  - memory of torch.empty into which nothing was written: take torch.zeros\n"
     "On a placement of several axes sbp has one entry for each axis: [split(0), broadcast] if only "
     "the ranks along the first axis have rows of their own"
 )

@@ -79,13 +79,30 @@ class _Dispatch:
         self.module = module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        own_forward = type(self.module).forward
+        positional = args
         if kwargs:  # the keyword names are those of this module
-            args = (
-                inspect.signature(type(self.module).forward)
-                .bind(self.module, *args, **kwargs)
-                .args[1:]
-            )
-        return _forward(self.module, *args)
+            bound = inspect.signature(own_forward).bind(self.module, *args, **kwargs)
+            positional = bound.args[1:]
+        if not _are_routed(positional):
+            return own_forward(self.module, *args, **kwargs)
+        return _forward(self.module, *positional)
+
+
+def _are_routed(args: tuple[Any, ...]) -> bool:
+    """Return True if these are tokens [..., hidden], with index and weights [..., k].
+
+    The signature of a module of experts can be that of another module: a graph convolution has
+    ``forward(x, edge_index, edge_weight)``."""
+    if len(args) != 3 or not all(isinstance(a, Tensor) and a.dim() for a in args):
+        return False
+    hidden, index, weights = args
+    return (
+        index.shape == weights.shape
+        and not index.is_floating_point()
+        and weights.is_floating_point()
+        and hidden.numel() * index.shape[-1] == index.numel() * hidden.shape[-1]
+    )
 
 
 def _forward(module: nn.Module, hidden: Tensor, index: Tensor, weights: Tensor) -> Any:

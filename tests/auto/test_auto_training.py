@@ -533,6 +533,91 @@ def test_a_model_that_writes_into_a_plain_tensor() -> None:
     simulate(2, run)
 
 
+class SharedEmbedding(nn.Module):
+    """An encoder and a decoder that share one embedding module, whose weight is the head's too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleDict({"tokens": nn.Embedding(12, 8)})
+        self.decoder = nn.ModuleDict({"tokens": self.encoder["tokens"]})
+        self.head = nn.Linear(8, 12)
+        self.head.weight = self.encoder["tokens"].weight
+
+    def forward(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        encoded = self.encoder["tokens"](source).mean(1, keepdim=True)
+        logits = self.head(encoded + self.decoder["tokens"](target))
+        return F.cross_entropy(logits.flatten(0, 1), source.flatten())
+
+
+def test_a_module_with_two_names_trains_as_on_one_device() -> None:
+    """A search leaves the parameters of a module that has several names in the model."""
+    with _drawing:
+        torch.manual_seed(3)
+        plain = SharedEmbedding().double()
+        source, target = torch.randint(12, (4, 5)), torch.randint(12, (4, 5))
+    want = copy.deepcopy(plain)
+    loss = want(source, target)
+    loss.backward()
+
+    def run() -> None:
+        where = mesh((2,))
+        model = flow.parallelize(copy.deepcopy(plain), where, "auto")
+        held = model.encoder["tokens"].weight
+        found = model(spread(source, where), spread(target, where))
+        found.backward()
+        assert plan_of(model) is not None
+        assert model.decoder["tokens"].weight is held
+        assert model.head.weight is held
+        torch.testing.assert_close(whole(found), loss.detach())
+        for name, p in want.named_parameters():
+            torch.testing.assert_close(whole(model.get_parameter(name).grad), p.grad)
+
+    simulate(2, run)
+
+
+class CachedTable(nn.Module):
+    """A layer that fills a table at its first call and notes in numbers how much of it is filled.
+
+    Layers of rotary embeddings are made so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("table", torch.zeros(16, 8), persistent=False)
+        self.filled, self.cache, self.seen = 0, {"calls": 0}, [0]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache["calls"] += 1
+        self.seen.append(x.shape[1])
+        if self.filled < x.shape[1]:
+            self.table[: x.shape[1]] = torch.arange(8) + torch.arange(x.shape[1])[:, None]
+            self.filled = x.shape[1]
+            self.cache["size"] = self.filled
+        return (self.linear(x) * self.table[: self.filled]).pow(2).mean()
+
+
+def test_a_search_leaves_no_number_in_the_modules() -> None:
+    with _drawing:
+        torch.manual_seed(3)
+        plain, x = CachedTable().double(), numbers(4, 3, 8)
+    want = copy.deepcopy(plain)
+    losses = [want(x).item() for _ in range(2)]
+
+    def run() -> None:
+        where = mesh((2,))
+        model = flow.parallelize(copy.deepcopy(plain), where, "auto")
+        assert [model(spread(x, where)).item() for _ in range(2)] == pytest.approx(losses)
+        assert plan_of(model) is not None
+        assert (model.filled, model.cache, model.seen) == (want.filled, want.cache, want.seen)
+        captured = copy.deepcopy(plain).to_global(where, [B])
+        graph = Training(captured, lambda c: c.enable_auto_parallel())
+        assert graph(spread(x, where)).item() == pytest.approx(losses[0])
+        assert captured.filled == want.filled
+        torch.testing.assert_close(whole(captured.table), want.table)
+
+    simulate(2, run)
+
+
 def test_a_model_that_asks_for_values_is_told_of_other_plans() -> None:
     class Asking(Mlp):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

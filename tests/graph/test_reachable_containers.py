@@ -219,3 +219,37 @@ def a_running_sum() -> tuple[list[float], bool]:
 
 def test_a_state_in_a_variable_is_updated_at_each_step() -> None:
     assert simulate(1, a_running_sum) == [([6.0, 6.0, 6.0], True)]
+
+
+class LazyTable(dict[str, Any]):
+    """A dict that loads a value when it is read, as transformers' tables of models do."""
+
+    def items(self) -> Any:
+        raise ImportError("a model that is not installed")
+
+    values = items
+
+
+MODELS = LazyTable(linear=nn.Linear)
+
+
+def a_table_that_computes_its_entries() -> list[float]:
+    place = flow.placement.all("cpu")
+
+    class Chosen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table, self.weight = LazyTable(b=2), nn.Parameter(filled(2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            factor = len(MODELS) + len(self.table)
+            return x * self.weight * factor
+
+    model = flow.parallelize(Chosen(), place, "auto")
+    x = filled().to_global(place, B)
+    step = flow.nn.Graph.trace(lambda x: model(x) * len(MODELS))
+    return [model(x).sum().item(), step(x).sum().item(), step(x).sum().item()]
+
+
+def test_a_table_that_computes_its_entries_is_not_read() -> None:
+    assert simulate(1, a_table_that_computes_its_entries) == [[12.0, 12.0, 12.0]]

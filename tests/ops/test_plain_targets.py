@@ -131,6 +131,80 @@ def test_an_operand_that_is_not_read_may_differ_by_rank(name: str) -> None:
     simulate(2, on_ranks)
 
 
+#: Functions that fill a buffer in parts. The buffer's old elements differ between the ranks.
+FILLS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "setitem": lambda out, x: [out.__setitem__(i, x * i) for i in range(3)],
+    "setitem of a dim": lambda out, x: [out.__setitem__((slice(None), j), x[j]) for j in range(4)],
+    "setitem by indices": lambda out, x: out.__setitem__(x[:3, 0].long() // 3, x),
+    "setitem by a mask": lambda out, x: out.__setitem__(x.expand(3, 4, 3) >= 0, 2.0),
+    "copy_ into a view": lambda out, x: [out[i].copy_(x) for i in range(3)],
+    "masked_fill_": lambda out, x: out.masked_fill_(x >= 0, 2.0),
+    "index_copy_": lambda out, x: out.index_copy_(0, torch.tensor([2, 0, 1]), x.expand(3, 4, 3)),
+    "index_put_": lambda out, x: out.index_put_((torch.tensor([2, 0, 1]),), x),
+    "put_": lambda out, x: out.put_(torch.arange(12), x),
+    "scatter_": lambda out, x: out.scatter_(0, (x * 0).long()[None], x[None] + 1),
+}
+
+
+@pytest.mark.parametrize("name", FILLS)
+def test_a_buffer_that_is_filled_in_parts_may_differ_by_rank(name: str) -> None:
+    """Elements that are not written stay what they are on each rank. Gradients flow through."""
+    value = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+
+    def filled(x: Tensor, old: float) -> Tensor:
+        out = torch.full((3, 4, 3), old, dtype=torch.float64)
+        FILLS[name](out, x)
+        assert type(out) is Tensor
+        return out
+
+    def on_ranks() -> None:
+        old = [5.0, 7.0][flow.env.get_rank()]
+        plain = value.clone().requires_grad_()
+        want = filled(plain, old)
+        for layout in (B, S(0), S(1), flow.sbp.partial_sum):
+            x = value.to_global(flow.placement("cpu", [0, 1]), B).to_global(sbp=layout)  # type: ignore[attr-defined]
+            got = filled(x.requires_grad_(), old)
+            torch.testing.assert_close(got.detach(), want.detach())
+            assert got.requires_grad == want.requires_grad
+            if want.requires_grad:
+                plain.grad = None
+                want.square().sum().backward(retain_graph=True)
+                got.square().sum().backward()
+                torch.testing.assert_close(x.grad.to_global(sbp=B).to_local(), plain.grad)
+
+    simulate(2, on_ranks)
+
+
+#: Writes that add to the old elements of their target.
+ADDS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "index_put_": lambda out, x: out.index_put_((torch.tensor([0, 0]),), x[:2], True),
+    "put_": lambda out, x: out.put_(torch.tensor([0, 0]), x[0, :2], accumulate=True),
+    "scatter_": lambda out, x: out.scatter_(0, (x * 0).long(), x, reduce="add"),
+    "index_add_": lambda out, x: out.index_add_(0, torch.tensor([0, 0]), x[:2]),
+}
+
+
+@pytest.mark.parametrize("name", ADDS)
+def test_a_target_that_is_added_to_must_not_differ_by_rank(name: str) -> None:
+    def on_ranks() -> None:
+        x = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # torch's, of scatter_ with reduce
+            ADDS[name](torch.full((4, 3), float(flow.env.get_rank())), x)
+
+    with pytest.raises(DivergenceError, match=f"target of {name}"):
+        simulate(2, on_ranks)
+
+
+def test_an_index_of_a_plain_target_must_not_differ_by_rank() -> None:
+    def on_ranks() -> None:
+        x = flow.ones(4, 3, placement=flow.placement("cpu", [0, 1]), sbp=S(0))
+        torch.zeros(2, 4, 3)[torch.tensor([flow.env.get_rank()])] = x
+
+    with pytest.raises(DivergenceError, match=r"operand 1 of __setitem__"):
+        simulate(2, on_ranks)
+
+
 def test_an_operand_that_is_read_must_not_differ_by_rank() -> None:
     def on_ranks() -> None:
         x = flow.ones(3, 4, placement=flow.placement("cpu", [0, 1]), sbp=S(0))

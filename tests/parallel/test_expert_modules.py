@@ -199,6 +199,51 @@ def test_other_modules_are_left_alone() -> None:
     assert not experts_in(nn.Sequential(nn.Conv1d(2, 3, 4), nn.Bilinear(2, 3, 4), Bilinear()))
 
 
+class GraphConvolution(nn.Module):
+    """A layer with the signature of a module of experts: three dims of weights, and an index."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(values(2, 3, 4))
+
+    def forward(
+        self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None, hops: int = 1
+    ) -> Tensor:
+        for _ in range(hops):
+            rows = x[edge_index[0]]
+            rows = rows if edge_weight is None else rows * edge_weight[:, None]
+            x = x + torch.zeros_like(x).index_add(0, edge_index[1], rows)
+        return (x @ self.weight).sum(0)
+
+
+@pytest.mark.parametrize("plan", ["data", "fsdp", "tensor", "auto"])
+def test_a_layer_with_the_signature_of_experts_runs_its_own_forward(plan: str) -> None:
+    x, edges, weights = values(5, 3), torch.tensor([[0, 1, 2, 4], [1, 2, 0, 3]]), values(4)
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((edges,), {}),
+        ((edges, weights), {}),
+        ((edges, weights, 2), {}),
+        ((), {"edge_index": edges, "edge_weight": weights}),
+        ((edges,), {"hops": 2}),
+    ]
+
+    def run() -> None:
+        where = flow.placement.all("cpu")
+        plain = GraphConvolution()
+        model = flow.parallelize(copy.deepcopy(plain), where, plan)
+        for args, kwargs in calls:
+            rows = x.to_global(where, B).to_global(sbp=S(0))
+            plain.zero_grad()
+            model.zero_grad()
+            want, found = plain(x, *args, **kwargs), model(rows, *args, **kwargs)
+            want.square().sum().backward()
+            found.square().sum().backward()
+            for a, b in ((found.detach(), want.detach()), (model.weight.grad, plain.weight.grad)):
+                torch.testing.assert_close(a.to_global(sbp=B).to_local(), b)
+
+    simulate(2, run)
+
+
 def moved(model: nn.Module, plan: str, sbp: Any) -> tuple[list[str], list[str]]:
     everyone = flow.placement.all("cpu")
     ours = flow.parallelize(copy.deepcopy(model), everyone, plan)

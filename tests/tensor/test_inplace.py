@@ -289,6 +289,68 @@ def test_lists_of_partials_that_others_show_are_written_into(write: str, kind: s
     simulate(2, on_ranks)
 
 
+#: Results that are the maxima, minima or norms of the ranks' local values.
+REDUCED: dict[str, Callable[[Tensor], Tensor]] = {
+    "amax": lambda x: x.amax(1),
+    "amin": lambda x: x.amin(1),
+    "norm": lambda x: x.norm(dim=1),
+}
+#: Tensors that share the memory of such a result.
+SHARING: dict[str, Callable[[Tensor], Tensor]] = {
+    "view": lambda y: y.view(-1, 1),
+    "indexed": lambda y: y[:, None],
+    "part": lambda y: y[1:4],
+    "detached": lambda y: y.detach(),
+    "data": lambda y: y.data,
+}
+#: Writes whose results are not negative where the target is a norm.
+NONNEGATIVE: dict[str, Callable[[Tensor], Any]] = {
+    "add": lambda z: z.add_(1e-3),
+    "scale": lambda z: z.mul_(2),
+    "clamp": lambda z: z.clamp_(min=0.5),
+    "reciprocal": lambda z: z.abs_().reciprocal_(),
+    "fill": lambda z: z.fill_(3.0),
+    "zero": lambda z: z.zero_(),
+    "set": lambda z: z.__setitem__(0, 7.0),
+    "several": lambda z: torch._foreach_add_([z], 1.0),
+}
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+@pytest.mark.parametrize("reduced", REDUCED)
+def test_what_shares_a_maximum_or_a_norm_is_written_into(reduced: str, sharing: str) -> None:
+    def step(x: Any, write: Callable[[Tensor], Any]) -> list[Any]:
+        y = REDUCED[reduced](x)
+        z = SHARING[sharing](y)
+        write(z)
+        return [y, z]
+
+    def on_ranks() -> None:
+        for write in NONNEGATIVE.values():
+            for got, want in zip(
+                step(on(values(5, 4), S(1)), write), step(values(5, 4), write), strict=True
+            ):
+                torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
+
+    simulate(2, on_ranks)
+
+
+@pytest.mark.parametrize("sharing", SHARING)
+def test_a_norm_that_is_shared_cannot_become_negative(sharing: str) -> None:
+    """Each rank holds the norm of its local values. A norm that is not shared is boxed first."""
+
+    def on_ranks() -> None:
+        norm = on(values(5, 4), S(1)).norm(dim=1)
+        with pytest.raises(InplaceError, match=r"neg_.*\n.*P\(norm2.0\)\n.*to_global"):
+            SHARING[sharing](norm).neg_()
+        want = values(5, 4).norm(dim=1)
+        torch.testing.assert_close(torch.from_numpy(norm.numpy()), want)
+        alone = on(values(5, 4), S(1)).norm(dim=1).neg_()
+        torch.testing.assert_close(torch.from_numpy(alone.numpy()), -want)
+
+    simulate(2, on_ranks)
+
+
 def _set_first_row(x: Tensor) -> Tensor:
     x[0] = 2.0
     return x.relu_()

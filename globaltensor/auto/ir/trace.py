@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.capture.capture import CaptureResult, capture
 from ...graph.capture.module_hooks import watched
+from ...graph.capture.reachable_containers import Containers, put_back
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
@@ -114,6 +115,7 @@ def calls_of_model(
     one = Placement("cpu", [world().rank])
     states = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
     lent = {path: _replicated_on_meta(t, one) for path, t in states.items()}
+    held_at = _paths_of_held_states(model, states)
     arguments = args, dict(kwargs or {})
     inputs = replaced_in_objects(
         arguments, iter([_replicated_on_meta(t, one) for t in object_tensors(arguments, [])])
@@ -121,12 +123,17 @@ def calls_of_model(
     saved: dict[int, list[torch.Tensor]] = {}
 
     def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:
-        return functional_call(model, given, inputs[0], inputs[1])
+        held = {name: given[path] for name, path in held_at.items()}
+        return functional_call(model, held, inputs[0], inputs[1], tie_weights=False)
 
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
 
-    with torch.set_grad_enabled(True), _dispatching_experts(model):
+    with (
+        _restoring_attributes([model]),
+        torch.set_grad_enabled(True),
+        _dispatching_experts(model),
+    ):
         captured = capture(build, (lent, inputs), {}, {}, hooks, imagined=True)
     names = [f"input_{i}" for i in range(captured.inputs)]
     calls = _read(captured, saved, dict(zip(names, lent, strict=False)))
@@ -138,6 +145,46 @@ def calls_of_model(
         if value.state == "input":
             value.name = numbered.get(value.name, value.name)
     return calls
+
+
+def _paths_of_held_states(
+    model: torch.nn.Module, states: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """Return the path in ``states`` of each tensor that a module of the model holds, by its name.
+
+    A tensor that several modules hold has a name for each of them. A module that has several names
+    counts once: `functional_call` ties its parameters under all of them, and then restores the old
+    value under one name and the new one under the next.
+    """
+    paths = {id(t): path for path, t in states.items()}
+    return {
+        f"{prefix}.{name}".removeprefix("."): paths[id(t)]
+        for prefix, module in model.named_modules()
+        for name, t in (*module._parameters.items(), *module._buffers.items())
+        if t is not None
+    }
+
+
+@contextlib.contextmanager
+def _restoring_attributes(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Restore all attributes of the models' modules after the context.
+
+    The pass was not one of the program. A number that it left, such as the length of a table that
+    it filled, would say that the table is filled, but the table has its old values again.
+    """
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    containers = Containers(parts)
+    for part in parts:
+        containers.add_attributes(type(part).__name__, vars(part))
+    try:
+        yield
+    finally:
+        for place in containers.found.values():
+            now = dict(place.items())
+            changed = {
+                k for k in now.keys() | place.then.keys() if now.get(k) is not place.then.get(k)
+            }
+            put_back(place, changed)
 
 
 @contextlib.contextmanager
@@ -164,7 +211,8 @@ def captured_calls(
     ``device`` has the same meaning as in `calls_of_model`.
     """
     saved: dict[int, list[torch.Tensor]] = {}
-    with torch.set_grad_enabled(graph.training):
+    models = graph._modules.values()
+    with _restoring_attributes(models), torch.set_grad_enabled(graph.training):
         captured = graph._capture_build(
             args,
             dict(kwargs or {}),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
@@ -58,6 +58,8 @@ _NO_OBJECTS: Final = (
     *_CALLED,
 )
 
+_READERS: Final = frozenset((dict.items, dict.values, OrderedDict.items, OrderedDict.values))
+
 #: A dict, list, deque, class, or the cell of a variable of an enclosing function.
 Held = Any
 
@@ -83,7 +85,11 @@ class TensorContainer:
     def items(self) -> Iterator[tuple[Any, Any]]:
         """Yield the keys and values that are watched, as they are now."""
         for k, v in items(self.held):
-            if k not in self.skipped and (self.keys is None or k in self.keys):
+            if (
+                k not in self.skipped
+                and (self.keys is None or k in self.keys)
+                and not _computes_entries(v)
+            ):
                 yield k, v
 
     def watch(self, keys: set[str]) -> None:
@@ -312,12 +318,20 @@ def identity(held: Held, k: Any) -> int | tuple[int, ...]:
 def contents(value: Any) -> Held | None:
     """Return the container of a value's entries, or None for a value that is not searched."""
     if isinstance(value, (dict, list, deque, tuple)):
-        return value
+        return None if _computes_entries(value) else value
     if isinstance(value, type):
         return value if of_user(_file_of(value)) else None
     if _is_object(value) or isinstance(value, torch.nn.Module):
         return vars(value)
     return None
+
+
+def _computes_entries(value: Any) -> bool:
+    """Return True for a dict whose class computes its entries when they are read.
+
+    To read them may load other modules, as in the tables of models of transformers."""
+    kind = type(value)
+    return isinstance(value, dict) and not _READERS.issuperset((kind.items, kind.values))
 
 
 def named(path: str, held: Held, k: Any) -> str:
