@@ -116,6 +116,12 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(
         assert len(text.splitlines()) < 12 + 3 * (reads == "logging"), text
 
 
+SOON = (
+    "from globaltensor.distributed.backends import shared_memory; "
+    "shared_memory._BARRIER_SECONDS = 0.2\n"
+)
+
+
 @pytest.mark.parametrize(
     "barrier",
     ["dist.barrier()", "flow.distributed.barrier()", "dist.monitored_barrier()"],
@@ -127,27 +133,25 @@ def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
 ) -> None:
     code, said = launched(
         tmp_path,
-        f"{PROGRAM}import torch.distributed as dist\nif rank == 0:\n    {alone}\n{barrier}\n",
+        f"{PROGRAM}{SOON}import torch.distributed as dist\nif rank == 0:\n    {alone}\n{barrier}\n",
     )
     assert code == 1
-    assert f"DivergenceError: train.py:9: {alone}\n" in said, said
+    assert f"DivergenceError: train.py:10: {alone}\n" in said, said
     assert "while rank 1 waits for it in a barrier of torch.distributed. " in said
     assert ("Printing, item() and numpy()" in said) == ("print" in alone)
 
 
-LATE_AT_BARRIERS = f"""{PROGRAM}
+LATE_AT_BARRIERS = f"""{PROGRAM}{SOON}
 import time, torch.distributed as dist
-from globaltensor.distributed.backends import shared_memory
-shared_memory._BARRIER_SECONDS = 0.2
 pair = dist.new_group([0, 1])
-for _ in range(5000):  # more notes than a socket holds
+for _ in range(2500):  # more notes than a socket holds
     dist.barrier()
 for group in (None, pair):
     if rank == 0:
-        time.sleep(1)
+        time.sleep(0.6)
     dist.barrier(group)
     if rank == 1:
-        time.sleep(1)
+        time.sleep(0.6)
     total = x.sum().item()
     work = dist.barrier(group, async_op=True)
     assert (x + 1).sum().item() == total + 12
