@@ -55,6 +55,7 @@ from . import world as world
 from . import gloo_call_check as gloo_call_check
 from . import process_groups as process_groups
 from . import replicated_results as replicated_results
+from . import user_barriers as user_barriers
 from . import collectives as collectives
 from . import simulate as simulate
 from . import communication_clock as communication_clock

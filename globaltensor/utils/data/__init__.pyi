@@ -6,6 +6,7 @@
 from globaltensor.utils.data.batches import GlobalBatches as GlobalBatches
 from globaltensor.utils.data.loader import GlobalDataLoader as GlobalDataLoader
 from globaltensor.utils.data.sampler import DistributedSampler as DistributedSampler
+from . import read_order as read_order
 from . import batches as batches
 from . import prefetch as prefetch
 from . import sampler as sampler
