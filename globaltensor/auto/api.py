@@ -34,7 +34,7 @@ from .inter_op.search import search_pipelines
 from .intra_op.formulate import formulate
 from .intra_op.search import SearchResult, compare, data_parallel, glance, search
 from .intra_op.search_options import Options
-from .ir.op_graph import Calls
+from .ir.op_graph import NOTHING_TO_SEARCH, Calls
 from .ir.trace import calls_of_model, captured_calls
 from .plan.model_name import named_after
 from .plan.plan import Plan
@@ -115,6 +115,8 @@ def plan(
         where or mesh_of(None, cluster),
     )
     if objective == "memory":
+        if not calls.calls:
+            raise PlanError(NOTHING_TO_SEARCH)
         least = formulate(calls, cluster, where, options).least_memory(left())
         if least is None:
             raise PlanError(

@@ -297,3 +297,36 @@ def test_calls_have_the_line_of_the_user() -> None:
     """The frames between are torch's, ours, and those of the standard library."""
     plan = flow.auto.plan(nn.Sequential(nn.Linear(8, 16), nn.GELU()), X, "dgx-h100", mesh=(2,))
     assert {call.where.rpartition(":")[0] for call in plan.calls} == {__file__}
+
+
+class Returning(nn.Module):
+    """A model that returns tensors which none of its operations makes or uses."""
+
+    def __init__(self, *returned: str) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.register_buffer("table", torch.ones(3))
+        self.returned = returned
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        held = {"weight": self.inner.weight, "table": self.table, "x": x, "sum": x + 1}
+        return tuple(held[name] for name in self.returned)
+
+
+@pytest.mark.parametrize(
+    "returned", [("sum", "weight"), ("sum", "table"), ("sum", "x"), ("weight", "table", "sum")]
+)
+@pytest.mark.parametrize("options", [{}, {"mesh": (2, 2)}, {"objective": "memory"}])
+def test_results_that_no_operation_makes(
+    returned: tuple[str, ...], options: dict[str, Any]
+) -> None:
+    plan = flow.auto.plan(Returning(*returned), X, Cluster(size=4), **options)
+    alone = flow.auto.plan(Returning("sum"), X, Cluster(size=4), **options)
+    assert plan.cost == pytest.approx(alone.cost)
+    assert plan.report()
+
+
+@pytest.mark.parametrize("options", [{}, {"objective": "memory"}])
+def test_a_model_without_operations_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"the model runs no operation on tensors"):
+        flow.auto.plan(nn.Identity(), X, Cluster(size=4), **options)

@@ -82,9 +82,10 @@ class Changes:
         reduction of its partial sums is listed too.
         """
         f, takers, result = self.f, self.takers(value), value.number in self._outputs
-        if not (takers or result) or (value.maker >= 0 and value.maker not in f.candidates):
-            return ()
         node = f.node_of_value.get(value.number)
+        # A state without a node is a result as it is: no call uses it.
+        if not (takers or result) or (node is None and value.maker not in f.candidates):
+            return ()
         second = None if node is None else f.layouts[node][choice[node]][1]
         made = f.made(value, choice)
         wanted = tuple(f.candidates[t].ins[i][choice[f.node_of_call[t]]] for t, i in takers)

@@ -11,7 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import fx
@@ -20,7 +20,12 @@ from ..._base.pytree import replaced, tensors_in
 from ..._tensor.global_tensor import GlobalTensor
 from ...graph.capture.single_device import SAME
 
-__all__ = ["Call", "Calls", "Value", "read"]
+__all__ = ["NOTHING_TO_SEARCH", "Call", "Calls", "Value", "read"]
+
+NOTHING_TO_SEARCH: Final = (
+    "nothing to search: the model runs no operation on tensors, so no layout costs anything. Give "
+    "flow.auto.plan the module whose forward computes, with the arguments of that forward"
+)
 
 
 @dataclass

@@ -13,7 +13,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .op_graph import Calls, Value
+from ...errors import PlanError
+from .op_graph import NOTHING_TO_SEARCH, Calls, Value
 
 __all__ = ["Chain", "Segment", "cut"]
 
@@ -68,8 +69,11 @@ def cut(calls: Calls, fixed: Mapping[str, Any] | None = None) -> Chain:
     """Return the segments of a graph.
 
     ``fixed`` has layouts set by the user, by path. They distinguish calls that are otherwise equal.
+    Raises PlanError for a graph without calls.
     """
     order = [c.number for c in calls.calls if not c.wild]
+    if not order:
+        raise PlanError(NOTHING_TO_SEARCH)
     where = {number: k for k, number in enumerate(order)}
     lives = _live_ranges(calls, where)
     blocks = _Blocks(calls, order)
