@@ -188,6 +188,8 @@ def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
             # calls that one device accepts are accepted, with the same result
             elif want[asked][0] != "refused":
                 assert answer == want[asked], about
+            elif program == "clone of columns" and shape[0] == 1:
+                continue  # the columns were moved, so the stride of their only row is another one
             elif dim is not None and shape[dim] % 2 and not f"{program}:".startswith(BY_ITSELF):
                 assert answer[0] == "refused", about
 
