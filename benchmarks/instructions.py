@@ -43,6 +43,10 @@ def command(counts: Path) -> list[str]:
     ]
 
 
+# The requests to valgrind are private names of torch. They stand here, because a benchmark runs with
+# the library of another commit too, which may lack them in torch_private.
+
+
 class Counter:
     """The counts of one run, which valgrind dumps to a new file after each block."""
 

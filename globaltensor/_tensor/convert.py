@@ -57,7 +57,7 @@ def check_placement(placement: Placement) -> None:
             f"{placement!r} names rank {', '.join(map(str, outside))}, but this world has {size} "
             f"rank{'s' if size > 1 else ''} (0 to {size - 1}): "
             "start more processes (--nproc_per_node), or use fewer ranks "
-            f'(flow.placement.all("{placement.type}") are all of this world)'
+            f'(flow.placement.all("{placement.type}") has all of this world)'
         )
 
 

@@ -1,8 +1,9 @@
 """Barriers of torch.distributed that a program calls, made known to the ranks that wait meanwhile.
 
 A rank that runs an operation on global tensors alone, before a barrier of all ranks, waits for the
-others, and they wait for it. The ranks of one host tell each other that they are in a barrier, so
-that this ends with an error at once.
+others, and they wait for it. The ranks of one host that have exchanged data tell each other that
+they are in a barrier, so that this ends with an error after a few seconds. At the first exchange,
+and between hosts, the rank waits until its timeout.
 """
 
 from __future__ import annotations
