@@ -43,8 +43,8 @@ def command(counts: Path) -> list[str]:
     ]
 
 
-# The requests to valgrind are private names of torch. They stand here, because a benchmark runs with
-# the library of another commit too, which may lack them in torch_private.
+# The requests to valgrind are private names of torch. They stand here, because a benchmark also
+# runs with the library of another commit, whose torch_private may lack them.
 
 
 class Counter:
