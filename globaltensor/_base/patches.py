@@ -179,6 +179,7 @@ TABLE: tuple[Patch, ...] = (
         for name in ("barrier", "monitored_barrier")
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")
     ),
+    # All of these but `reduce` and `gather` are patched for the reason of the barriers too.
     *(
         Patch(f"{home}:{name}", "torch 2.11", _COUNTED_TWICE)
         for name in (

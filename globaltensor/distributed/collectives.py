@@ -28,7 +28,7 @@ from ..errors import KernelError, WorldError
 from .gloo_call_check import CallHeader, check_collective, enabled
 from .process_groups import start
 from .replicated_results import ADDING, refuse_replicated
-from .user_barriers import known_to_peers
+from .user_collectives import watched
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
@@ -447,7 +447,7 @@ reduce_scatter = _make_collective("reduce_scatter", "input_list", "output", redu
 reduce_scatter_tensor = _make_collective("reduce_scatter_tensor", "input", "output", reduces=True)
 all_to_all = _make_collective("all_to_all", "input_tensor_list", "output_tensor_list")
 all_to_all_single = _make_collective("all_to_all_single", "input", "output")
-barrier = known_to_peers(_make_collective("barrier"))
+barrier = watched(_make_collective("barrier"))
 send, isend = _make_collective("send", "tensor"), _make_collective("isend", "tensor")
 recv, irecv = _make_collective("recv", writes="tensor"), _make_collective("irecv", writes="tensor")
 
@@ -484,7 +484,7 @@ broadcast_object_list, scatter_object_list = (
 send_object_list = _start_world_first("send_object_list", "dst")
 recv_object_list = _start_world_first("recv_object_list", "src")
 monitored_barrier, init_device_mesh = (
-    known_to_peers(_start_world_first("monitored_barrier")),
+    watched(_start_world_first("monitored_barrier")),
     _start_world_first("init_device_mesh"),
 )
 new_subgroups, new_subgroups_by_enumeration = (

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -31,6 +32,7 @@ from .divergence import differs_at_end, end_record
 from .file_rendezvous import rendezvous
 from .network import choose_gloo_interface, gloo_hint
 from .store_liveness import store_answers
+from .watchdog import Watchdog
 from .world_base import World, forget_derived
 
 __all__ = [
@@ -74,12 +76,14 @@ class ProcessWorld(World):
         self.backends: dict[str, str] = {}
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self.store: Any = None  # the store of the rendezvous
+        self.watchdog: Watchdog | None = None  # of a rank among several
         self.process_group: dist.ProcessGroup | None = None  # of all ranks
         self.forked = False  # True in a child that os.fork has made of this rank
         if dist.is_available() and dist.is_initialized():
             _Current.joined = True
             self.process_group = _group_of_all_ranks()
             self.store = torch_private.default_store() if size > 1 else None
+            self.watchdog = None if self.store is None else Watchdog(rank, self.store)
             self.backend = str(dist.get_backend_config(self.process_group))
             self.backends = dict(
                 pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo")
@@ -102,7 +106,7 @@ class ProcessWorld(World):
         self.forked = True
         self._comms.clear()
         # Not closed: the connections belong to the parent.
-        self.store = self.neighbours = self.process_group = None
+        self.store = self.neighbours = self.process_group = self.watchdog = None
         self.owned = False
 
     def _connect(self, ranks: tuple[int, ...]) -> Communicator:
@@ -160,6 +164,11 @@ class ProcessWorld(World):
             )
             self._groups[ranks] = process_group
         return process_group
+
+    def groups_of(self, ranks: Sequence[int]) -> list[dist.ProcessGroup]:
+        """Return the torch group of these ranks in a list, which is empty if there is none yet."""
+        group = self._groups.get(tuple(sorted(ranks)))
+        return [] if group is None else [group]
 
     def check_end(self, failed: bool = False) -> None:
         """Compare what this rank has run with the ranks that have ended before it.
@@ -231,7 +240,9 @@ class ProcessWorld(World):
 
     def close(self) -> None:
         super().close()
-        self.store = None
+        if self.watchdog is not None:
+            self.watchdog.close()
+        self.store = self.watchdog = None
         self._groups.clear()
         if self.background is not None:
             self.background.close()

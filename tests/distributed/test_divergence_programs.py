@@ -117,8 +117,9 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(
 
 
 SOON = (
-    "from globaltensor.distributed.backends import shared_memory; "
-    "shared_memory._BARRIER_SECONDS = 0.2\n"
+    "from globaltensor.distributed import watchdog; watchdog._TICK_SECONDS = 0.05; "
+    "watchdog._NOTED_SECONDS = watchdog._UNCHANGED_SECONDS = 0.1; "
+    "watchdog._SECONDS = watchdog._MOVING_SECONDS = 0.4\n"
 )
 
 
@@ -137,8 +138,30 @@ def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
     )
     assert code == 1
     assert f"DivergenceError: train.py:10: {alone}\n" in said, said
-    assert "while rank 1 waits for it in a barrier of torch.distributed. " in said
+    name = barrier.partition("()")[0].rpartition(".")[2]
+    assert f"while rank 1 waits for it in torch.distributed.{name}. " in said
     assert ("Printing, item() and numpy()" in said) == ("print" in alone)
+
+
+@pytest.mark.parametrize("call", ["dist.barrier()", "dist.all_reduce(torch.ones(3))"])
+@pytest.mark.parametrize("first", [True, False], ids=["first exchange", "later exchange"])
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+@pytest.mark.sweep(3)
+def test_a_rank_is_told_at_its_first_exchange_and_over_gloo_too(
+    tmp_path: Path, shared: str, first: bool, call: str
+) -> None:
+    program = f"""{SOON}import torch, torch.distributed as dist, globaltensor as flow
+x = flow.ones(4, placement=flow.placement.all("cpu"), sbp=flow.sbp.split(0))
+{"" if first else "x.sum().item()"}
+if flow.env.get_rank() == 0:
+    print(x.sum().item())
+{call}
+"""
+    code, said = launched(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert "DivergenceError: train.py:6: print(x.sum().item())\n" in said, said
+    name = call.partition("(")[0].rpartition(".")[2]
+    assert f"while rank 1 waits for it in torch.distributed.{name}. " in said
 
 
 LATE_AT_BARRIERS = f"""{PROGRAM}{SOON}
@@ -159,8 +182,9 @@ for group in (None, pair):
 """
 
 
-def test_ranks_that_come_late_to_a_barrier_are_waited_for(tmp_path: Path) -> None:
-    assert launched(tmp_path, LATE_AT_BARRIERS) == (0, "")
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+def test_ranks_that_come_late_to_a_barrier_are_waited_for(tmp_path: Path, shared: str) -> None:
+    assert launched(tmp_path, LATE_AT_BARRIERS, GLOBALTENSOR_SHARED_MEMORY=shared) == (0, "")
 
 
 def test_all_frames_of_an_error_are_shown_on_request(tmp_path: Path) -> None:

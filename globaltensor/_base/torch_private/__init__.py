@@ -23,13 +23,14 @@ from .compiler import (
 )
 from .distributed import (
     before_collectives as before_collectives,
+    collectives as collectives,
     default_store as default_store,
     new_group as new_group,
     processes_are_on as processes_are_on,
     register_mpi as register_mpi,
     set_timeout as set_timeout,
     timeout_of as timeout_of,
-    wrap_barriers as wrap_barriers,
+    wrap_collectives as wrap_collectives,
     wrap_gathered_states as wrap_gathered_states,
     wrap_staged_states as wrap_staged_states,
 )

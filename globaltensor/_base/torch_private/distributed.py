@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed
@@ -16,16 +17,22 @@ from ..patches import patch
 
 __all__ = [
     "before_collectives",
+    "collectives",
     "default_store",
     "new_group",
     "processes_are_on",
     "register_mpi",
     "set_timeout",
     "timeout_of",
-    "wrap_barriers",
+    "wrap_collectives",
     "wrap_gathered_states",
     "wrap_staged_states",
 ]
+
+
+#: The functions of torch.distributed as they are, without the checks put before those that a
+#: program calls. The backends of this library call these.
+collectives: Final[Any] = types.SimpleNamespace(**vars(torch.distributed))
 
 
 def default_store() -> Any:
@@ -156,13 +163,19 @@ def wrap_staged_states(staged: Any) -> None:
     )
 
 
-def wrap_barriers(wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the barriers of torch.distributed by ``wrapped(barrier)``."""
-    for name in ("barrier", "monitored_barrier"):
+def wrap_collectives(
+    names: Sequence[str], wrapped: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> None:
+    """Replace these collectives of torch.distributed by ``wrapped(collective)``.
+
+    Names that were imported from torch.distributed before this call keep the originals.
+    """
+    for name in names:
         original = getattr(torch.distributed, name)
         replacement = wrapped(original)
 
         def change(before: Any, original: Any = original, replacement: Any = replacement) -> Any:
+            # Another library may have replaced one of the two by a function that calls the other.
             return replacement if before is original else before
 
         for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
@@ -176,7 +189,7 @@ def before_collectives(
 
     ``reads``: name of the collective -> the argument that it reads, which ``check`` gets. The check
     runs only while ``noted`` is not empty. These functions accept plain tensors, so no other hook
-    sees them. Names that were imported from torch.distributed before this call keep the originals.
+    sees them.
     """
 
     def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,13 +206,4 @@ def before_collectives(
 
         return call
 
-    for name in reads:
-        original = getattr(torch.distributed, name)
-        wrapped = checked(name, original)
-
-        def change(before: Any, original: Any = original, wrapped: Any = wrapped) -> Any:
-            # Another library may have replaced one of the two by a function that calls the other.
-            return wrapped if before is original else before
-
-        for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
-            patch(f"{home}:{name}", change)
+    wrap_collectives(list(reads), lambda original: checked(original.__name__, original))

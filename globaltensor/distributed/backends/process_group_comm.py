@@ -12,21 +12,26 @@ own threads, which a busy machine wakes sooner. For 1 MB with both cores busy it
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..._base import torch_private
 from ..._base.refusals import no_values_message
 from ..._base.user_code import user_line
 from ...errors import DivergenceError, PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, Report, collective_of, describe, due, spelled
+from ..watchdog import BarrierFound, Wait
 from ..world import ProcessWorld
 from . import gloo_size_mismatch
 
@@ -35,6 +40,7 @@ __all__ = ["P2PCommunicator", "ProcessGroupCommunicator"]
 _TAG: Final = 7001  # separates our messages from the user's own send and recv
 _BACKGROUND_TAG: Final = 7002  # for messages of the background thread
 _AHEAD_TAG: Final = 7004  # for exchanges in progress (7003 is the tag of channels)
+_WAKE_TAG: Final = 7005  # for a message that no rank sends
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
 #: Up to so many bytes sent by each rank, an asynchronous all-reduce is built from messages.
 #: ``_SWAPPED`` is for two ranks, where no other algorithm sends fewer bytes. Measured on two cores,
@@ -61,12 +67,13 @@ _NATIVE_REDUCES: Final = {
     torch.int32,
     torch.int64,
 }
+_torch: Final = torch_private.collectives
 #: torch renamed these in 2.13 and warns at the older names.
-_gather_evenly: Callable[..., object] = vars(dist).get(
-    "all_gather_single", dist.all_gather_into_tensor
+_gather_evenly: Callable[..., object] = vars(_torch).get(
+    "all_gather_single", _torch.all_gather_into_tensor
 )
-_scatter_evenly: Callable[..., object] = vars(dist).get(
-    "reduce_scatter_single", dist.reduce_scatter_tensor
+_scatter_evenly: Callable[..., object] = vars(_torch).get(
+    "reduce_scatter_single", _torch.reduce_scatter_tensor
 )
 
 
@@ -81,6 +88,34 @@ class P2PCommunicator(Communicator):
     def __init__(self, world: ProcessWorld, ranks: tuple[int, ...], tag: int = _TAG) -> None:
         super().__init__(world, ranks)
         self._tag = tag
+        self._waits: dict[bool, AbstractContextManager[object]] = {}
+
+    def waiting(self, moving: bool = False) -> AbstractContextManager[object]:
+        """Return the block in which this rank waits for the others, for the watchdog of the rank.
+
+        ``moving``: the data may have been under way before the wait.
+        """
+        wait = self._waits.get(moving)
+        if wait is None:
+            watchdog, peers = self.world.watchdog, [r for r in self.ranks if r != self.world.rank]
+            if watchdog is None or not peers or self._tag == _BACKGROUND_TAG:
+                wait = contextlib.nullcontext()  # the tag is that of the background thread
+            elif "mpi" in self.world.backend:
+                wait = contextlib.nullcontext()  # MPI compares the sizes of what ranks send
+            else:
+                wait = Wait(watchdog, peers, moving, self._interrupt)
+            self._waits[moving] = wait
+        return wait
+
+    def _interrupt(self) -> None:
+        """End all waits of this process on the connections of gloo, with an error.
+
+        Gloo closes them once one message has not come in time.
+        """
+        for group in {self.world.require_process_group(), *self.world.groups_of(self.ranks)}:
+            other = (group.rank() + 1) % group.size()
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.empty(1)], other, _WAKE_TAG).wait(timedelta(milliseconds=1))
 
     def _swap(
         self, sends: Mapping[int, Tensor], recvs: Mapping[int, Tensor], device: torch.device
@@ -111,13 +146,16 @@ class P2PCommunicator(Communicator):
 
     def broken(
         self, what: str, error: Exception, gone: str = "", early: bool = False
-    ) -> WorldError:
+    ) -> WorldError | DivergenceError:
         """Return the error for a failed collective.
 
         ``gone`` says which rank has ended, and how, if that is known. ``early`` is True if it has
         not reached the end of its program, so that this rank is not to blame.
         """
         rank, purpose = self.world.rank, spelled(self.world.purpose)
+        for wait in self._waits.values():
+            if isinstance(wait, Wait) and wait.found is not None:
+                return self.waits_in_barrier(wait.found)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
         failed = f"rank {rank}: {what} among ranks {list(self.ranks)} failed: {why}"
         place = collective_of(self.world.kind, purpose)
@@ -148,6 +186,21 @@ class P2PCommunicator(Communicator):
             f"where\n({problem})"
         )
 
+    def waits_in_barrier(self, found: BarrierFound) -> DivergenceError:
+        """Return the error for ranks that are in a collective of torch.distributed meanwhile."""
+        purpose = spelled(self.world.purpose)
+        place = collective_of(self.world.kind, purpose)
+        advice = (
+            READING_ADVICE
+            if purpose.startswith(READING)
+            else "Every rank must run the same operations on global tensors: move them out of the "
+            "branch of one rank"
+        )
+        return DivergenceError(
+            f"{user_line()}\nrank {self.world.rank} is in {place}, while rank {found.rank} waits "
+            f"for it in torch.distributed.{found.collective}. {advice}"
+        )
+
     def _ended_by_gloo(self, reports: Sequence[Report]) -> WorldError:
         """Return the error where gloo has ended other ranks, which left these reports."""
         world = self.world
@@ -168,6 +221,7 @@ class _Messages:
         tag: int,
     ) -> None:
         self._comm, group, ranks = comm, comm.world.require_process_group(), comm.ranks
+        self._moving = tag == _AHEAD_TAG
         try:
             self._works = [group.recv([t], ranks[i], tag) for i, t in recvs.items()]
             self._works += [group.send([t], ranks[i], tag) for i, t in sends.items()]
@@ -176,8 +230,9 @@ class _Messages:
 
     def wait(self) -> None:
         try:
-            for work in self._works:
-                work.wait()
+            with self._comm.waiting(self._moving):
+                for work in self._works:
+                    work.wait()
         except RuntimeError as error:
             raise self._comm.broken("an exchange", error) from error
 
@@ -209,8 +264,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
         size = -1 if self._nbytes is None else self._nbytes
         own = torch.tensor([int.from_bytes(self._digest, "little", signed=True), size])
         peers = torch.empty(2 * self.size, dtype=torch.int64)
+        group = self.group
         try:
-            dist.all_to_all_single(peers, own.repeat(self.size), group=self.group)
+            with self.waiting():
+                _torch.all_to_all_single(peers, own.repeat(self.size), group=group)
         except RuntimeError as error:
             raise self.broken("a comparison of what the ranks do", error) from error
         digests, sizes = peers[::2], peers[1::2]
@@ -238,7 +295,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         if not self._native(device) or (self._mpi and self.size > _TO_ALL):
             return super()._swap(sends, recvs, device)
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
-        dist.all_to_all(
+        _torch.all_to_all(
             [recvs.get(i, none) for i in self._order],
             [sends.get(i, none) for i in self._order],
             group=group,
@@ -251,7 +308,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         if not self._native(device) or self._mpi:
             return super()._swap_async(sends, recvs, device)
         group, none = self.group, torch.empty(0, dtype=torch.uint8, device=device)
-        work = dist.all_to_all(
+        work = _torch.all_to_all(
             [recvs.get(i, none) for i in self._order],
             [sends.get(i, none) for i in self._order],
             group=group,
@@ -290,8 +347,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
     def _all_to_all_bytes(
         self, out: Tensor, source: Tensor, received: list[int], sent: list[int]
     ) -> None:
+        group = self.group
         try:
-            dist.all_to_all_single(out, source, received, sent, group=self.group)
+            with self.waiting():
+                _torch.all_to_all_single(out, source, received, sent, group=group)
         except RuntimeError as error:
             raise self.broken("an all-to-all", error) from error
 
@@ -357,7 +416,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
                 flat if i == self.index else torch.empty(n, dtype=flat.dtype, device=flat.device)
                 for i, n in enumerate(numels)
             ]
-            dist.all_gather(
+            _torch.all_gather(
                 [as_bytes(parts[i]) for i in self._order], as_bytes(flat), group=self.group
             )
             return parts
@@ -387,7 +446,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             _gather_evenly(as_bytes(out), as_bytes(flat), group=group)
         else:
             slots = as_bytes(out).split_with_sizes([n * out.itemsize for n in numels])
-            dist.all_gather([slots[i] for i in order], as_bytes(flat), group=group)
+            _torch.all_gather([slots[i] for i in order], as_bytes(flat), group=group)
         return None
 
     def _all_gather_async(self, flat: Tensor, numels: Sequence[int], out: Tensor) -> Handle:
@@ -398,7 +457,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
 
     def _broadcast(self, flat: Tensor, src: int) -> None:
         if self._native(flat.device):
-            dist.broadcast(as_bytes(flat), self.ranks[src], group=self.group)
+            _torch.broadcast(as_bytes(flat), self.ranks[src], group=self.group)
         else:
             super()._broadcast(flat, src)
 
@@ -412,7 +471,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         if not self._mpi and len({s.numel() for s in sends}) == 1:
             _scatter_evenly(out, _cat_flat([sends[i] for i in order]), _OPS[op], group=group)
         else:
-            dist.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
+            _torch.reduce_scatter(out, [sends[i] for i in order], _OPS[op], group=group)
         return out
 
     def _reduce_scatter_async(self, sends: Sequence[Tensor], op: str) -> ReduceScatterHandle:
@@ -420,7 +479,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         numels = [s.numel() for s in sends]
         if self._reduces(own_chunk):
             out = torch.empty_like(own_chunk)
-            work = dist.reduce_scatter(
+            work = _torch.reduce_scatter(
                 out, [sends[i] for i in order], _OPS[op], group=self.group, async_op=True
             )
             return ReduceScatterHandle(_Work(self, work), lambda: out)
@@ -438,7 +497,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
             [0 if i == self.index else v * size for i, v in zip(order, vs, strict=True)]
             for vs in ([n] * self.size, [numels[i] for i in order])
         )
-        work = dist.all_to_all_single(
+        work = _torch.all_to_all_single(
             as_bytes(target), as_bytes(source), received, sent, group=self.group, async_op=True
         )
 
@@ -458,7 +517,7 @@ class ProcessGroupCommunicator(P2PCommunicator):
         if not self._reduces(flat):
             return super()._all_reduce(flat, op)
         out = flat.clone()
-        dist.all_reduce(out, _OPS[op], group=self.group)
+        _torch.all_reduce(out, _OPS[op], group=self.group)
         return out
 
     def _all_reduce_async(self, flat: Tensor, op: str) -> Handle:
@@ -521,7 +580,8 @@ class _Work:
     def wait(self) -> None:
         try:
             if self.work is not None:
-                self.work.wait()
+                with self.comm.waiting(moving=True):
+                    self.work.wait()
         except RuntimeError as error:
             raise self.comm.broken("a collective under way", error) from error
 

@@ -22,12 +22,15 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..watchdog import Wait, Watchdog
 
 __all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 
@@ -42,15 +45,8 @@ _UNREAD: Final = 256 << 20
 #: Topic, number, digest of the collective, file, the place of the reader's mark, the place of the
 #: part, its size in bytes.
 _NOTE: Final = struct.Struct("<QQ8sIIQQ")
-# Topics: reports of ranks that have diverged, records of ranks that end, and notes without data of
-# ranks that enter or leave a barrier of torch.distributed.
-_REPORTS, _LAST_WORDS, _BARRIERS = (
-    (1 << 64) - 1,
-    (1 << 64) - 2,
-    (1 << 64) - 3,
-)
-# Seconds that a rank waits for one that waits for it in a barrier. A thread may still send.
-_BARRIER_SECONDS: Final = 3.0
+# Topics: reports of ranks that have diverged, and records of ranks that end.
+_REPORTS, _LAST_WORDS = (1 << 64) - 1, (1 << 64) - 2
 _HELLO: Final = struct.Struct("<II")  # rank, and the purpose of the connection
 _NOTES, _FILES = 0, 1
 _LAST_NOTES: Final = 8  # times that the notes of a peer that has gone are read
@@ -61,15 +57,12 @@ _LOOKS: Final = 40  # checks of a socket before sleeping
 class PeerLost(RuntimeError):
     """An error: a peer died, or published a block of unexpected size.
 
-    ``gone`` is the rank of a peer that has closed its connection, or None. ``in_barrier`` is the
-    rank of a peer that waits for this rank in a barrier of torch.distributed, or None.
+    ``gone`` is the rank of a peer that has closed its connection, or None.
     """
 
-    def __init__(
-        self, message: str, gone: int | None = None, in_barrier: int | None = None
-    ) -> None:
+    def __init__(self, message: str, gone: int | None = None) -> None:
         super().__init__(message)
-        self.gone, self.in_barrier = gone, in_barrier
+        self.gone = gone
 
 
 def host() -> str:
@@ -212,7 +205,6 @@ class _Peer:
         self.rest = b""
         self.left = False
         self.reports = 0  # the peer's reports that were read
-        self.in_barrier = False  # it waits for this rank in a barrier of torch.distributed
 
     def close(self) -> None:
         for end in (self.notes, self.descriptors):
@@ -228,8 +220,9 @@ class SharedMemoryPeers:
     refuses the resources.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, watchdog: Watchdog | None = None) -> None:
         self.rank, self.name = rank, secrets.token_hex(16)
+        self._watchdog, self._waits = watchdog, dict[int, Wait]()
         self._arena, self._peers = _Arena(), dict[int, _Peer]()
         self._arrived: dict[tuple[int, int, int], tuple[bytes, int, int, int, int]] = {}
         self._reports = 0  # this rank's reports that were sent
@@ -476,24 +469,6 @@ class SharedMemoryPeers:
         part.done()
         return data
 
-    @contextlib.contextmanager
-    def in_barrier(self, ranks: Sequence[int]) -> Iterator[None]:
-        """Let these peers know within the block that this rank waits for them in a barrier."""
-        self._note_barrier(ranks, 1)
-        try:
-            yield
-        finally:
-            self._note_barrier(ranks, 0)
-
-    def _note_barrier(self, ranks: Sequence[int], entered: int) -> None:
-        with self._lock:
-            # The peers' notes of earlier barriers are read, so that their sockets do not fill.
-            self._read_all_notes()
-            for rank in ranks:
-                if rank in self._peers and self._is_connected(rank):
-                    with contextlib.suppress(PeerLost):
-                        self._send_note(rank, _NOTE.pack(_BARRIERS, entered, b"", 0, 0, 0, 0))
-
     def forget(self, rank: int, topic: int, number: int) -> None:
         """Discard a block that no code will read, now or when it arrives."""
         wanted = rank, topic, number
@@ -508,37 +483,45 @@ class SharedMemoryPeers:
         self, wanted: tuple[int, int, int], seconds: Callable[[], float]
     ) -> tuple[bytes, int, int, int, int]:
         rank = wanted[0]
-        peer, looks, end = self._peers[rank], 0, 0.0
-        alone = 0.0  # the time since when it has waited for a peer that waits in a barrier
-        while True:
+        peer = self._peers[rank]
+        for _ in range(_LOOKS):
             with self._lock:
-                if looks < _LOOKS:
-                    self._read_notes(rank, peer)
-                else:
-                    # A peer whose notes are not read cannot go on, and this rank may be waiting for
-                    # a result of that peer.
-                    self._read_all_notes()
+                self._read_notes(rank, peer)
                 arrival = self._arrived.pop(wanted, None)
             if arrival is not None:
                 return arrival
             if peer.left:
                 raise PeerLost(f"rank {rank} has gone", rank)
-            looks += 1
-            if looks <= _LOOKS:
-                os.sched_yield()
-                continue
-            now = time.monotonic()
-            end = end or now + seconds()
-            alone = (alone or now) if peer.in_barrier else 0.0
-            if alone and now - alone > _BARRIER_SECONDS:
-                raise PeerLost(
-                    f"rank {rank} waits in a barrier of torch.distributed", in_barrier=rank
-                )
-            if now > end:
-                raise PeerLost(
-                    f"nothing has come from rank {rank} for {seconds():.0f} s: timed out"
-                )
-            self._ready.poll(min(_SLICE, end - now + 0.001))
+            os.sched_yield()
+        end = time.monotonic() + seconds()
+        with self._watched_wait(rank) as wait:
+            while True:
+                # A peer whose notes are not read cannot go on, and this rank may be waiting for a
+                # result of that peer.
+                with self._lock:
+                    self._read_all_notes()
+                    arrival = self._arrived.pop(wanted, None)
+                if arrival is not None:
+                    return arrival
+                if peer.left:
+                    raise PeerLost(f"rank {rank} has gone", rank)
+                if wait is not None and wait.found is not None:
+                    raise wait.found
+                now = time.monotonic()
+                if now > end:
+                    raise PeerLost(
+                        f"nothing has come from rank {rank} for {seconds():.0f} s: timed out"
+                    )
+                self._ready.poll(min(_SLICE, end - now + 0.001))
+
+    def _watched_wait(self, rank: int) -> AbstractContextManager[Wait | None]:
+        """Return the block in which the main thread waits for a rank, for the watchdog."""
+        if self._watchdog is None or threading.current_thread() is not threading.main_thread():
+            return contextlib.nullcontext()
+        wait = self._waits.get(rank)
+        if wait is None:
+            wait = self._waits[rank] = Wait(self._watchdog, [rank])
+        return wait
 
     def _read_all_notes(self) -> None:
         for rank, peer in list(self._peers.items()):
@@ -561,9 +544,7 @@ class SharedMemoryPeers:
         peer.rest = heard[whole:]
         for topic, number, digest, file, mark, start, size in _NOTE.iter_unpack(heard[:whole]):
             name = rank, topic, number
-            if topic == _BARRIERS:
-                peer.in_barrier = bool(number)
-            elif name in self._unwanted:
+            if name in self._unwanted:
                 self._unwanted.discard(name)
                 self._file(rank, file).read(mark)
             else:

@@ -18,10 +18,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..._base.user_code import user_line
-from ...errors import DivergenceError, GlobalTensorError
+from ...errors import GlobalTensorError
 from ..communicator import Handle, ReduceScatterHandle, as_bytes, combine
-from ..divergence import READING, READING_ADVICE, collective_of, how_it_ended, spelled
+from ..divergence import how_it_ended
+from ..watchdog import BarrierFound
 from ..world import ProcessWorld
 from .process_group_comm import P2PCommunicator, ProcessGroupCommunicator
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
@@ -109,7 +109,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     ) -> SharedBlock:
         try:
             part = peers.read(self.ranks[i], self._topic, number, None, self.world.patience)
-        except PeerLost as error:
+        except (PeerLost, BarrierFound) as error:
             raise self._lost_rank_error(peers, error) from error
         if part.digest != digest:
             raise self._diverged(lambda data: self._exchange_reports(peers, data))
@@ -125,37 +125,25 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
             for i, rank in enumerate(self.ranks)
         ]
 
-    def _lost_rank_error(self, peers: SharedMemoryPeers, error: PeerLost) -> GlobalTensorError:
+    def _lost_rank_error(
+        self, peers: SharedMemoryPeers, error: PeerLost | BarrierFound
+    ) -> GlobalTensorError:
         """Return the error for a rank that no longer comes.
 
         That rank may have reported the reason.
         """
-        record = b"" if error.gone is None else peers.last_words_of(error.gone)
+        gone = None if isinstance(error, BarrierFound) else error.gone
+        record = b"" if gone is None else peers.last_words_of(gone)
         if self.world.compares and any(
             peers.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
             return self._diverged(lambda data: self._exchange_reports(peers, data))
-        if error.in_barrier is not None:
-            return self._waits_in_barrier(error.in_barrier)
-        if error.gone is None:
+        if isinstance(error, BarrierFound):
+            return self.waits_in_barrier(error)
+        if gone is None:
             return self.broken("a collective", error)
         how, early = how_it_ended(record)
-        return self.broken("a collective", error, f"rank {error.gone} {how}", early)
-
-    def _waits_in_barrier(self, peer: int) -> DivergenceError:
-        """Return the error for a rank that waits for this one in a barrier of torch.distributed."""
-        purpose = spelled(self.world.purpose)
-        place = collective_of(self.world.kind, purpose)
-        advice = (
-            READING_ADVICE
-            if purpose.startswith(READING)
-            else "Every rank must run the same operations on global tensors: move them out of the "
-            "branch of one rank"
-        )
-        return DivergenceError(
-            f"{user_line()}\nrank {self.world.rank} is in {place}, while rank {peer} waits for it "
-            f"in a barrier of torch.distributed. {advice}"
-        )
+        return self.broken("a collective", error, f"rank {gone} {how}", early)
 
     def _compare(self, device: torch.device) -> None:
         if self.peers(device) is None:
@@ -481,5 +469,5 @@ def neighbours(world: ProcessWorld) -> SharedMemoryPeers | None:
     """Return the peers of this rank on its host, or None if the rank shares no memory."""
     if world.neighbours is None and host():
         with contextlib.suppress(OSError):
-            world.neighbours = SharedMemoryPeers(world.rank)
+            world.neighbours = SharedMemoryPeers(world.rank, world.watchdog)
     return world.neighbours
