@@ -205,6 +205,8 @@ def dispatch(
         # The serials of the operands are numbers alone: None has no hash that is the same in every
         # process.
         history, code, leading = recorded
+        if _grad_enabled() is not history.grad_enabled:
+            history.record_grad_mode(_grad_enabled())
         if number is not None:
             code = plan.codes.get(number) or plan.code_with(number)
         if leading == 1:

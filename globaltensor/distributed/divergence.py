@@ -86,13 +86,16 @@ class History:
     which run one operation on different tensors diverge too. Dispatch adds to the serial itself.
     """
 
-    __slots__ = ("codes", "operations", "ranks", "records", "serial")
+    __slots__ = ("codes", "grad_enabled", "operations", "ranks", "records", "serial")
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
         #: True if there is another rank to compare with.
         self.records = len(self.ranks) > 1
         self.serial = 0
+        #: The gradient mode of the last call. A call under `no_grad` on one rank alone gives the
+        #: same value there, and other gradients.
+        self.grad_enabled = True
         #: The planned operations, each once, in the order of first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
         #: What `code_of` has returned.
@@ -102,6 +105,11 @@ class History:
         """Add a call, described by ``what``, on tensors with these serials."""
         if self.records:
             self.serial = hash((self.serial, int.from_bytes(what, "little"), serials))
+
+    def record_grad_mode(self, enabled: bool) -> None:
+        """Add that the gradient mode has changed since the last call."""
+        self.grad_enabled = enabled
+        self.record(self.learn(f"torch.set_grad_enabled({enabled})"))
 
     def digest(self) -> bytes:
         """Return the digest of everything recorded so far, 8 bytes."""

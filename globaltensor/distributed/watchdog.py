@@ -57,9 +57,10 @@ class _UserCall(NamedTuple):
 class Wait:
     """A wait of this rank for certain other ranks in an operation of this library.
 
-    The object serves one wait after the other, each a block ``with wait:``. ``moving``: data that another rank has sent before may still be
-    under way. ``interrupt`` makes the wait end with an error; None where the waiting thread itself
-    looks at ``found``. ``found`` is the error to raise, or None.
+    The object serves one wait after the other, each a block ``with wait:``. ``moving``: data that
+    another rank has sent before may still be under way. ``interrupt`` makes the wait end with an
+    error; None where the waiting thread itself looks at ``found``. ``found`` is the error to raise,
+    or None.
     """
 
     __slots__ = (

@@ -310,6 +310,13 @@ def another_gradient_from_a_function() -> None:
     gradient_from_a_function(lambda grad: chosen(*others))()
 
 
+def without_gradients_on_one_rank() -> None:
+    x = rows().requires_grad_()
+    with torch.set_grad_enabled(chosen(True, False)):
+        scale = x.tanh().mean()
+    (x * scale).sum().backward()
+
+
 def numpy_noise(grad: Any) -> Any:
     return torch.from_numpy(grad.numpy() * np.random.default_rng(flow.env.get_rank()).normal())
 
@@ -372,6 +379,7 @@ PROGRAMS: dict[str, Callable[[], None]] = {
     "gradient of a Function, plain": gradient_from_a_function(
         lambda grad: chosen(torch.ones(4, 3).double(), torch.zeros(4, 3).double())),
     "gradient of a Function, from NumPy": gradient_from_a_function(numpy_noise),
+    "without gradients on one rank": without_gradients_on_one_rank,
     "tied weight detached on one rank": tied_weight_detached,
 }  # fmt: skip
 
