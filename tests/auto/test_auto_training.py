@@ -575,6 +575,51 @@ def test_a_module_with_two_names_trains_as_on_one_device() -> None:
     simulate(2, run)
 
 
+class HeldTwice(nn.Module):
+    """A module that keeps its parameter and its buffer in a container of its own, too."""
+
+    def __init__(self, container: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(numbers(6, 8))
+        self.register_buffer("shift", numbers(8))
+        pair = self.weight, self.shift
+        self.held: Any = {
+            "tuple": pair,
+            "list": list(pair),
+            "dict in a list": [{"pair": pair}],
+        }[container]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight, shift = self.held[0]["pair"] if len(self.held) == 1 else self.held
+        return torch.tanh(x @ weight + shift)
+
+
+@pytest.mark.parametrize("container", ["tuple", "list", "dict in a list"])
+def test_parameters_that_a_module_also_keeps_in_a_container(container: str) -> None:
+    made = HeldTwice(container)
+    models = [copy.deepcopy(made) for _ in range(3)]
+    x = numbers(4, 6)
+
+    def train(model: nn.Module) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses = []
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def train_with_plan() -> list[float]:
+        model = models[flow.env.get_rank()]
+        return train(flow.parallelize(model, flow.placement.all("cpu"), "auto"))
+
+    expected = train(models[2])
+    for losses in simulate(2, train_with_plan):
+        torch.testing.assert_close(losses, expected)
+
+
 class CachedTable(nn.Module):
     """A layer that fills a table at its first call and notes in numbers how much of it is filled.
 

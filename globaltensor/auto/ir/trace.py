@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..._tensor.global_tensor import GlobalTensor
 from ...distributed.world import world
 from ...graph.capture.capture import CaptureResult, capture
 from ...graph.capture.module_hooks import watched
-from ...graph.capture.reachable_containers import Containers, put_back
+from ...graph.capture.reachable_containers import Containers, entry, put_back
 from ...parallel.expert_modules import dispatch_tokens, experts_in
 from ...sharding.placement import Placement
 from ...sharding.sbp import broadcast
@@ -122,9 +123,12 @@ def calls_of_model(
     )
     saved: dict[int, list[torch.Tensor]] = {}
 
+    containers = _containers_of([model])
+
     def build(given: dict[str, torch.Tensor], inputs: Any) -> Any:
         held = {name: given[path] for name, path in held_at.items()}
-        return functional_call(model, held, inputs[0], inputs[1], tie_weights=False)
+        with _replaced(containers, {id(t): given[path] for path, t in states.items()}):
+            return functional_call(model, held, inputs[0], inputs[1], tie_weights=False)
 
     def hooks(recorder: Any) -> Any:
         return saving(lambda r: watched({"model": model}, {}, r), saved, device, recorder)
@@ -172,10 +176,7 @@ def _restoring_attributes(models: Iterable[torch.nn.Module]) -> Iterator[None]:
     The pass was not one of the program. A number that it left, such as the length of a table that
     it filled, would say that the table is filled, but the table has its old values again.
     """
-    parts = dict.fromkeys(part for model in models for part in model.modules())
-    containers = Containers(parts)
-    for part in parts:
-        containers.add_attributes(type(part).__name__, vars(part))
+    containers = _containers_of(models)
     try:
         yield
     finally:
@@ -185,6 +186,41 @@ def _restoring_attributes(models: Iterable[torch.nn.Module]) -> Iterator[None]:
                 k for k in now.keys() | place.then.keys() if now.get(k) is not place.then.get(k)
             }
             put_back(place, changed)
+
+
+def _containers_of(models: Iterable[torch.nn.Module]) -> Containers:
+    """Return what the attributes of the models' modules refer to."""
+    parts = dict.fromkeys(part for model in models for part in model.modules())
+    containers = Containers(parts)
+    for part in parts:
+        containers.add_attributes(type(part).__name__, vars(part))
+    return containers
+
+
+@contextlib.contextmanager
+def _replaced(containers: Containers, stands: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Replace tensors in the containers within the context.
+
+    `functional_call` replaces registered parameters and buffers. A module may also keep them in a
+    dict, a list or a tuple of its own. ``stands`` maps the id of a tensor to what stands for it.
+    """
+    changed: list[tuple[Any, Any, Any, Any]] = []
+    for container in containers.found.values():
+        held = container.held
+        if not isinstance(held, (dict, list, deque)):
+            continue
+        for k, v in container.then.items():
+            tensors = object_tensors(v, []) if isinstance(v, (torch.Tensor, tuple)) else []
+            if any(id(t) in stands for t in tensors):
+                new = replaced_in_objects(v, iter([stands.get(id(t), t) for t in tensors]))
+                changed.append((held, k, v, new))
+                held[k] = new
+    try:
+        yield
+    finally:
+        for held, k, old, new in changed:
+            if entry(held, k) is new:
+                held[k] = old
 
 
 @contextlib.contextmanager
