@@ -89,6 +89,8 @@ def host() -> str:
 #: Taking a lock is a memory barrier: reads and writes before it are seen before later ones, also on
 #: processors with weak memory ordering.
 _BARRIER: Final = threading.Lock()
+_NO_PART: Final = -1, torch.empty(0)
+_MAX_PARTS: Final = 4096  # tensors that a file keeps
 
 
 class _File:
@@ -96,10 +98,20 @@ class _File:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = mmap.mmap(descriptor, size)
+        self._parts: dict[int, tuple[int, Tensor]] = {}
 
     def part(self, start: int, nbytes: int) -> Tensor:
-        """Return ``nbytes`` bytes of the file, at least one, from ``start`` on."""
-        return torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
+        """Return ``nbytes`` bytes of the file, at least one, from ``start`` on.
+
+        The last tensor at each place is kept: blocks are used again, often for the same size.
+        """
+        size, tensor = self._parts.get(start, _NO_PART)
+        if size != nbytes:
+            tensor = torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
+            if len(self._parts) >= _MAX_PARTS:
+                self._parts.clear()
+            self._parts[start] = nbytes, tensor
+        return tensor
 
     def read(self, mark: int) -> None:
         """Mark the part with this mark as read."""
@@ -118,8 +130,7 @@ class _Block(NamedTuple):
 
     def lend(self, readers: int) -> None:
         """Mark the block as unread by its readers."""
-        self.file.bytes[self.start : self.start + readers] = bytes(readers)
-        self.file.bytes[self.start + readers : self.start + _HEAD] = b"\1" * (_HEAD - readers)
+        self.file.bytes[self.start : self.start + _HEAD] = _UNREAD_BY[readers]
 
     @property
     def idle(self) -> bool:
@@ -127,6 +138,8 @@ class _Block(NamedTuple):
 
 
 _ALL_READ: Final = b"\1" * _HEAD
+#: The head of a block that so many readers have to read.
+_UNREAD_BY: Final = [bytes(readers) + b"\1" * (_HEAD - readers) for readers in range(_HEAD + 1)]
 
 
 class _Arena:
@@ -313,12 +326,15 @@ class SharedMemoryPeers:
         If ``patient`` and much is still unread, wait first until it is read. ``digest`` is 8 bytes
         that are sent along. Raise PeerLost if a rank has gone.
         """
-        total = sum(-(-data.numel() // _HEAD) * _HEAD for data, _ in parts)
+        total = readers = 0
+        for data, ranks in parts:
+            total += -(-data.numel() // _HEAD) * _HEAD
+            readers += len(ranks)
         with self._lock:
             if patient and self._arena.bytes > _UNREAD and self._arena.unread() > _UNREAD:
                 self._wait_for_readers()
             block = self._arena.take(total)
-            block.lend(sum(len(ranks) for _, ranks in parts))
+            block.lend(readers)
             at, mark, notes = block.start + _HEAD, block.start, []
             for data, ranks in parts:
                 n = data.numel()
@@ -345,7 +361,10 @@ class SharedMemoryPeers:
                 peer.files_sent += 1
             while note:
                 try:
-                    note = note[peer.notes.send(note) :]
+                    sent = peer.notes.send(note)
+                    if sent == len(note):
+                        return
+                    note = note[sent:]
                 except BlockingIOError:
                     # The peer has many notes to read, and may itself be waiting until this rank
                     # reads its notes.
@@ -539,10 +558,11 @@ class SharedMemoryPeers:
         if not heard:
             self._mark_lost(rank, peer)
             return
-        heard = peer.rest + heard
-        whole = len(heard) // _NOTE.size * _NOTE.size
-        peer.rest = heard[whole:]
-        for topic, number, digest, file, mark, start, size in _NOTE.iter_unpack(heard[:whole]):
+        if peer.rest or len(heard) % _NOTE.size:
+            heard = peer.rest + heard
+            whole = len(heard) // _NOTE.size * _NOTE.size
+            heard, peer.rest = heard[:whole], heard[whole:]
+        for topic, number, digest, file, mark, start, size in _NOTE.iter_unpack(heard):
             name = rank, topic, number
             if name in self._unwanted:
                 self._unwanted.discard(name)
