@@ -13,6 +13,9 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from .._base import torch_private
+from .._base.user_code import user_line
+from ..errors import GlobalTensorError, WorldError
+from .watchdog import CONNECTION_CLOSED
 from .world import ProcessWorld, running
 
 __all__ = ["install", "watched"]
@@ -36,8 +39,17 @@ def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
         if not isinstance(this_world, ProcessWorld) or this_world.watchdog is None:
             return collective(*args, **kwargs)
         group = args[at] if len(args) > at else kwargs.get("group")
-        with this_world.watchdog.user_call(name, group):
-            return collective(*args, **kwargs)
+        try:
+            with this_world.watchdog.user_call(name, group):
+                return collective(*args, **kwargs)
+        except RuntimeError as error:
+            if isinstance(error, GlobalTensorError) or not CONNECTION_CLOSED.search(str(error)):
+                raise
+            raise WorldError(
+                f"{user_line()}\na rank has ended, or the connection to it is lost, while rank "
+                f"{this_world.rank} waits for it in torch.distributed.{name}. Its own output shows "
+                f"the cause"
+            ) from None
 
     return call
 

@@ -9,6 +9,7 @@ these notes. `user_collectives` calls this module, and so do the backends before
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,10 @@ import torch.distributed as dist
 
 from .store_liveness import store_answers
 
-__all__ = ["BarrierFound", "Wait", "Watchdog"]
+__all__ = ["CONNECTION_CLOSED", "BarrierFound", "Wait", "Watchdog"]
+
+#: The text of gloo where the other end of a connection is gone.
+CONNECTION_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 
 _KEY: Final = "globaltensor_waits"  # prefix of the store's keys under which ranks leave their notes
 _TICK_SECONDS: Final = 0.25

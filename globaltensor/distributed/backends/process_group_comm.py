@@ -31,7 +31,7 @@ from ..._base.user_code import user_line
 from ...errors import DivergenceError, PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, Report, collective_of, describe, due, spelled
-from ..watchdog import BarrierFound, Wait
+from ..watchdog import CONNECTION_CLOSED, BarrierFound, Wait
 from ..world import ProcessWorld
 from . import gloo_size_mismatch
 
@@ -53,8 +53,6 @@ _SWAPPED: Final = 3 << 20
 _TO_ALL: Final = 4
 # The line of gloo's source where an error came up.
 _GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
-# The text of gloo where the other end of a connection is gone.
-_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
 _MAX_GLOO_BYTES: Final = (1 << 31) - 1  # bytes torch's all-to-all on gloo can count
 _OPS: Final = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _NATIVE_REDUCES: Final = {
@@ -161,7 +159,7 @@ class P2PCommunicator(Communicator):
         place = collective_of(self.world.kind, purpose)
         if not gone and (ended := gloo_size_mismatch.peer_reports(self.world, self.ranks)):
             return self._ended_by_gloo(ended)
-        if not gone and _CLOSED.search(why):
+        if not gone and CONNECTION_CLOSED.search(why):
             others = [r for r in self.ranks if r != rank]
             who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {others}"
             gone = (

@@ -38,6 +38,7 @@ _ECHO: Final = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|has died, hangs|gave up \(its own "
     r"error says why\)|remote process exited|socket closed|has died, with no end of its program|"
     r"has failed: the exception in its own output is the cause|"
+    r"has ended, or the connection to it is lost|"
     r"the errors of other ranks show what they were doing",
     re.IGNORECASE,
 )
