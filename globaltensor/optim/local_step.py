@@ -82,13 +82,26 @@ FUSED = frozenset({SGD, Adagrad, Adam, AdamW})
 _EXACT = frozenset({torch.float32, torch.float64})
 
 
+class _Twin(NamedTuple):
+    """The state of one parameter, and the same with local tensors.
+
+    ``shown`` and ``seen`` are copies of ``known`` and ``local`` when last examined: a program may
+    replace a value of the state. ``spec`` is the layout of the stepped tensor.
+    """
+
+    known: State
+    shown: State
+    local: State
+    seen: State
+    spec: Spec
+
+
 class _Swap:
     """A replacement of one optimizer's parameters and state by the local tensors, during a step."""
 
     def __init__(self) -> None:
-        # id of a parameter -> (its state, the same with local tensors, a copy of the latter when
-        # last examined, the layout of the stepped tensor)
-        self.twins: dict[int, tuple[State, State, State, Spec]] = {}
+        # by the id of the parameter
+        self.twins: dict[int, _Twin] = {}
         self.before: tuple[list[list[GlobalTensor]], Any, list[tuple[torch.Tensor, Any]]] | None = (
             None
         )
@@ -181,8 +194,13 @@ class _Swap:
 
     def _localize_state(self, p: GlobalTensor, spec: Spec, known: State) -> State:
         twin = self.twins.get(id(p))
-        if twin is not None and twin[0] is known and len(known) == len(twin[1]) and twin[3] is spec:
-            return twin[1]
+        if (
+            twin is not None
+            and twin.known is known
+            and twin.spec is spec
+            and identical(list(known.values()), list(twin.shown.values()))
+        ):
+            return twin.local
         for k, v in known.items():
             if isinstance(v, torch.Tensor) and k != "step" and v.shape == p.shape:
                 known[k] = state_beside(p, spec, v)
@@ -190,7 +208,7 @@ class _Swap:
             elif isinstance(v, GlobalTensor):
                 known[k] = torch.from_numpy(v.numpy()).to(v.device)
         part_state = {k: v._local if isinstance(v, GlobalTensor) else v for k, v in known.items()}
-        self.twins[id(p)] = (known, part_state, dict(part_state), spec)
+        self.twins[id(p)] = _Twin(known, dict(known), part_state, dict(part_state), spec)
         return part_state
 
     def leave(self, optimizer: Optimizer, done: bool = False) -> None:
@@ -223,8 +241,8 @@ class _Swap:
                     twin = twins.get(id(p))
                     if (
                         twin is None
-                        or twin[1] is not part_state
-                        or list(map(id, part_state.values())) != list(map(id, twin[2].values()))
+                        or twin.local is not part_state
+                        or not identical(list(part_state.values()), list(twin.seen.values()))
                     ):
                         self._globalize_state(p, part, part_state, state)
         for part, grad in grads:
@@ -248,17 +266,16 @@ class _Swap:
         self, p: GlobalTensor, part: torch.Tensor, part_state: State, state: Any
     ) -> None:
         twin = self.twins.get(id(p))
-        if twin is None or twin[1] is not part_state:
-            twin = self.twins[id(p)] = (state[p], part_state, {}, stepped(p))
-        known, _, seen, _ = twin
+        if twin is None or twin.local is not part_state:
+            twin = self.twins[id(p)] = _Twin(state[p], {}, part_state, {}, stepped(p))
         for k, v in part_state.items():
-            if k not in seen or seen[k] is not v:
-                seen[k] = v
+            if k not in twin.seen or twin.seen[k] is not v:
+                twin.seen[k] = v
                 like = isinstance(v, torch.Tensor) and k != "step" and v.shape == part.shape
                 if like:
                     out = GlobalTensor.wrap(v, stepped(p).replace(dtype=v.dtype))
                     v = identify_copy(out, p, int.from_bytes(digest_of(str(k)), "little"))
-                known[k] = v
+                twin.known[k] = twin.shown[k] = v
 
 
 class _Gradients(NamedTuple):

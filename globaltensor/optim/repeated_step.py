@@ -39,6 +39,8 @@ class RepeatedStep:
         self.layout_fields = list(itertools.chain.from_iterable(map(_LAYOUT_FIELDS, self.params)))
         self.locals = [[p._local for p in group["params"]] for group in groups]
         self.held = list(map(held.get, self.params))
+        #: The values of the states that the program sees, which it may replace.
+        self.shown = list(itertools.chain.from_iterable(map(dict.values, filter(None, self.held))))
         self.state, self.part_states = state_of_part, list(state_of_part.values())
         self.lengths, self.values = (
             list(map(len, self.part_states)),
@@ -100,6 +102,9 @@ class RepeatedStep:
         if not self.unchanged() or not all(
             map(operator.is_, map(optimizer.state.get, params), self.held)
         ):
+            return None
+        shown = itertools.chain.from_iterable(map(dict.values, filter(None, self.held)))
+        if not identical(list(shown), self.shown):
             return None
         local_grads, dtype = [], None if not self.fused else self.fused[0]["params"][0].dtype
         for p, local, leaf, idle in zip(

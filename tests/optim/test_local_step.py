@@ -127,6 +127,9 @@ AFTER_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]] 
     "state loaded": renew,
     "state emptied": lambda o, p: o.state.clear(),
     "another state": another_state,
+    "a moment": lambda o, p: o.state[p[0]].update(exp_avg=torch.ones_like(p[0])),
+    "a plain moment": lambda o, p: o.state[p[0]].update(exp_avg_sq=torch.ones(p[0].shape).double()),
+    "a count of steps": lambda o, p: o.state[p[0]].update(step=torch.tensor(50.0)),
     "a parameter less": lambda o, p: o.param_groups[0]["params"].pop(),
     "parameters in another order": lambda o, p: o.param_groups[0]["params"].reverse(),
 }

@@ -90,7 +90,10 @@ def host() -> str:
 #: processors with weak memory ordering.
 _BARRIER: Final = threading.Lock()
 _NO_PART: Final = -1, torch.empty(0)
-_MAX_PARTS: Final = 4096  # tensors that a file keeps
+_MAX_PARTS: Final = 1024  # tensors that a file keeps
+_SMALL_PART: Final = (
+    8 << 10
+)  # bytes of the largest; to copy more takes longer than to make a tensor
 
 
 class _File:
@@ -103,14 +106,15 @@ class _File:
     def part(self, start: int, nbytes: int) -> Tensor:
         """Return ``nbytes`` bytes of the file, at least one, from ``start`` on.
 
-        The last tensor at each place is kept: blocks are used again, often for the same size.
+        The last small tensor at each place is kept: blocks are used again, often for the same size.
         """
         size, tensor = self._parts.get(start, _NO_PART)
         if size != nbytes:
             tensor = torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
-            if len(self._parts) >= _MAX_PARTS:
-                self._parts.clear()
-            self._parts[start] = nbytes, tensor
+            if nbytes <= _SMALL_PART:
+                if len(self._parts) >= _MAX_PARTS:
+                    self._parts.clear()
+                self._parts[start] = nbytes, tensor
         return tensor
 
     def read(self, mark: int) -> None:
