@@ -89,11 +89,6 @@ def host() -> str:
 #: Taking a lock is a memory barrier: reads and writes before it are seen before later ones, also on
 #: processors with weak memory ordering.
 _BARRIER: Final = threading.Lock()
-_NO_PART: Final = -1, torch.empty(0)
-_MAX_PARTS: Final = 1024  # tensors that a file keeps
-_SMALL_PART: Final = (
-    8 << 10
-)  # bytes of the largest; to copy more takes longer than to make a tensor
 
 
 class _File:
@@ -101,21 +96,10 @@ class _File:
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.bytes = mmap.mmap(descriptor, size)
-        self._parts: dict[int, tuple[int, Tensor]] = {}
 
     def part(self, start: int, nbytes: int) -> Tensor:
-        """Return ``nbytes`` bytes of the file, at least one, from ``start`` on.
-
-        The last small tensor at each place is kept: blocks are used again, often for the same size.
-        """
-        size, tensor = self._parts.get(start, _NO_PART)
-        if size != nbytes:
-            tensor = torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
-            if nbytes <= _SMALL_PART:
-                if len(self._parts) >= _MAX_PARTS:
-                    self._parts.clear()
-                self._parts[start] = nbytes, tensor
-        return tensor
+        """Return ``nbytes`` bytes of the file, at least one, from ``start`` on."""
+        return torch.frombuffer(self.bytes, dtype=torch.uint8, offset=start, count=nbytes)
 
     def read(self, mark: int) -> None:
         """Mark the part with this mark as read."""
