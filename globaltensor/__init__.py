@@ -18,7 +18,6 @@ from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
 from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
-from .distributed import replicated_results as _counted_once
 from .distributed import user_collectives as _user_collectives
 from ._tensor import file_savers as _savers
 from .utils import hf_trainer as _trainer
@@ -79,7 +78,6 @@ _associative.install()
 _savers.install()
 _trainer.install()
 _metrics.install()
-_counted_once.install()
 _user_collectives.install()
 
 __version__ = "0.1.0"

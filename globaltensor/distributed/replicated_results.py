@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._base import torch_private
 from ..errors import ReplicatedError
 
-__all__ = ["ADDING", "install", "note_replicated", "refuse_replicated"]
+__all__ = ["ADDING", "note_replicated", "noted", "refuse_replicated"]
 
 # Plain tensor -> its version when a global value was written into it.
 _noted: Final = WeakIdKeyDictionary()
+#: The entries, to see quickly whether there are any.
+noted: Final = _noted.data
 
 #: The collectives that add up local tensors, or gather them for that: name -> the argument that
 #: they read.
@@ -75,8 +76,3 @@ def refuse_replicated(name: str, read: Any, op: Any, group: Any) -> None:
     size = dist.get_world_size(group)
     if size > 1:
         _refuse(name, read if isinstance(read, (list, tuple)) else (read,), size)
-
-
-def install() -> None:
-    """Make the collectives of torch.distributed that add up check for replicated tensors."""
-    torch_private.before_collectives(ADDING, _noted.data, refuse_replicated)

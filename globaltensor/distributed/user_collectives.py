@@ -1,22 +1,24 @@
-"""Collectives of torch.distributed that a program calls, made known to the watchdog of the rank.
+"""Collectives of torch.distributed that a program calls: what is checked before and during them.
 
-A rank that runs an operation on global tensors alone, before a barrier of all ranks, waits for the
-others, and they wait for it. `watchdog` finds this out, so that it ends with an error after a few
-seconds.
+They refuse to add up values that every rank holds in full (`replicated_results`). And the watchdog
+of the rank (`watchdog`) knows when the program is in one: a rank that runs an operation on global
+tensors alone, before a barrier of all ranks, waits for the others, and they wait for it.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
 from .._base import torch_private
 from .._base.user_code import user_line
 from ..errors import GlobalTensorError, WorldError
-from .watchdog import CONNECTION_CLOSED
-from .world import ProcessWorld, running
+from .replicated_results import ADDING, noted, refuse_replicated
+from .watchdog import CONNECTION_CLOSED, current
+from .world import running
 
 __all__ = ["install", "watched"]
 
@@ -26,34 +28,55 @@ _SYMMETRIC: Final = (
     "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
     "reduce_scatter", "reduce_scatter_tensor",
 )  # fmt: skip
+_thread: Final = threading.get_ident
 
 
 def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a collective during which the ranks of its group can know that this rank waits."""
+    """Return a collective with what is checked before and during it.
+
+    A small one takes 10 us, so nothing is read from the arguments unless there is a reason.
+    """
     name = collective.__name__
-    at = list(inspect.signature(collective).parameters).index("group")
+    reads, symmetric = ADDING.get(name, ""), name in _SYMMETRIC
+    parameters = inspect.signature(collective).parameters
+    usual = {n: p.default for n, p in parameters.items()}
 
     @functools.wraps(collective)
     def call(*args: Any, **kwargs: Any) -> Any:
-        this_world = running()
-        if not isinstance(this_world, ProcessWorld) or this_world.watchdog is None:
-            return collective(*args, **kwargs)
-        group = args[at] if len(args) > at else kwargs.get("group")
+        if noted and reads:
+            given = usual | dict(zip(parameters, args, strict=False)) | kwargs
+            refuse_replicated(name, given.get(reads), given.get("op"), given.get("group"))
+        if symmetric:
+            current.number += 1
+            current.call = _thread(), name, args, kwargs
         try:
-            with this_world.watchdog.user_call(name, group):
-                return collective(*args, **kwargs)
+            return collective(*args, **kwargs)
         except RuntimeError as error:
-            if isinstance(error, GlobalTensorError) or not CONNECTION_CLOSED.search(str(error)):
+            if (lost := _lost_rank(name, error)) is None:
                 raise
-            raise WorldError(
-                f"{user_line()}\na rank has ended, or the connection to it is lost, while rank "
-                f"{this_world.rank} waits for it in torch.distributed.{name}. Its own output shows "
-                f"the cause"
-            ) from None
+            raise lost from None
+        finally:
+            current.call = None
 
     return call
 
 
+def _lost_rank(name: str, error: RuntimeError) -> WorldError | None:
+    """Return the error for a collective whose other rank has ended, or None for other errors."""
+    this_world = running()
+    if (
+        this_world is None
+        or isinstance(error, GlobalTensorError)
+        or not CONNECTION_CLOSED.search(str(error))
+    ):
+        return None
+    return WorldError(
+        f"{user_line()}\na rank has ended, or the connection to it is lost, while rank "
+        f"{this_world.rank} waits for it in torch.distributed.{name}. Its own output shows the "
+        f"cause"
+    )
+
+
 def install() -> None:
-    """Make the watchdog know when a program is in a collective of torch.distributed."""
-    torch_private.wrap_collectives(_SYMMETRIC, watched)
+    """Put these checks before the collectives of torch.distributed."""
+    torch_private.wrap_collectives([*dict.fromkeys([*_SYMMETRIC, *ADDING])], watched)

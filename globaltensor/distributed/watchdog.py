@@ -9,17 +9,18 @@ these notes. `user_collectives` calls this module, and so do the backends before
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
 from .store_liveness import store_answers
 
-__all__ = ["CONNECTION_CLOSED", "BarrierFound", "Wait", "Watchdog"]
+__all__ = ["CONNECTION_CLOSED", "BarrierFound", "CurrentCall", "Wait", "Watchdog", "current"]
 
 #: The text of gloo where the other end of a connection is gone.
 CONNECTION_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
@@ -49,13 +50,34 @@ class BarrierFound(RuntimeError):
         self.rank, self.collective = rank, collective
 
 
-class _UserCall(NamedTuple):
-    """A collective of torch.distributed that the program is in."""
+class UserCall(NamedTuple):
+    """A collective of torch.distributed that the program is in, and the thread that called it."""
 
-    number: int
+    thread: int
     name: str
-    group: Any
-    since: float
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def group(self) -> Any:
+        """Return the group that the call was given, or None."""
+        at = list(inspect.signature(getattr(dist, self.name)).parameters).index("group")
+        return self.args[at] if len(self.args) > at else self.kwargs.get("group")
+
+
+class CurrentCall:
+    """The place where `user_collectives` leaves the call that the program is in, or None.
+
+    ``number`` counts the calls. Nothing else is done there: a small collective takes 10 us.
+    """
+
+    __slots__ = ("call", "number")
+
+    def __init__(self) -> None:
+        self.call: tuple[int, str, tuple[Any, ...], dict[str, Any]] | None = None
+        self.number = 0
+
+
+current: Final = CurrentCall()
 
 
 class Wait:
@@ -98,7 +120,7 @@ class Wait:
 
 
 class Watchdog:
-    """The watchdog of one rank. Its thread starts when the rank first waits.
+    """The watchdog of one rank, a thread.
 
     ``store`` is the store of the rendezvous. Only calls of the main thread are watched: another
     thread does not keep the main thread from sending what other ranks wait for.
@@ -106,79 +128,52 @@ class Watchdog:
 
     def __init__(self, rank: int, store: Any) -> None:
         self._rank, self._store = rank, store
-        self._call: _UserCall | None = None
-        self._noted: _UserCall | None = None
         self.wait: Wait | None = None  # the wait that the main thread is in
-        self._calls = 0
-        self._lock = threading.Lock()
+        # The call that was seen last (0: none), since when it lasts, and whether the store has it.
+        self._seen, self._since, self._noted = 0, 0.0, False
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    @contextlib.contextmanager
-    def user_call(self, name: str, group: Any) -> Iterator[None]:
-        """Note within the block that this rank is in a collective that the program calls."""
-        if self._call is not None or not self._watches():
-            yield
-            return
-        self._calls += 1
-        self._call = _UserCall(self._calls, name, group, time.monotonic())
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            self._end_call(failed)
+        self._thread = threading.Thread(target=self._run, name="globaltensor watchdog", daemon=True)
+        self._thread.start()
 
     def begin_wait(self, wait: Wait) -> None:
         """Watch a wait until ``self.wait`` is None again."""
         self.wait = wait
-        if self._thread is None:
-            self._watches()
 
     def close(self) -> None:
         """End the thread."""
         self._stop.set()
-        if self._thread is not None:
-            self._thread.join(1.0)
-
-    def _watches(self) -> bool:
-        if threading.current_thread() is not threading.main_thread() or self._stop.is_set():
-            return False
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._run, name="globaltensor watchdog", daemon=True
-            )
-            self._thread.start()
-        return True
-
-    def _end_call(self, failed: bool) -> None:
-        with self._lock:
-            noted, self._call, self._noted = self._noted, None, None
-        if noted is not None and store_answers(self._store, lost=failed):
-            with contextlib.suppress(RuntimeError):
-                self._store.set(f"{_KEY}/{self._rank}", b"")
+        self._thread.join(1.0)
 
     def _run(self) -> None:
         # The store fails once the rank that serves it has ended.
         with contextlib.suppress(RuntimeError):
             while not self._stop.wait(_TICK_SECONDS):
-                self._note_call()
+                self._look_at_call()
                 if (wait := self.wait) is not None:
                     self._look_at(wait)
+                del wait
 
-    def _note_call(self) -> None:
-        with self._lock:
-            call = self._call
-            if (
-                call is None
-                or call is self._noted
-                or time.monotonic() - call.since < _NOTED_SECONDS
-            ):
-                return
-            group = dist.group.WORLD if call.group is None else call.group
-            members = " ".join(map(str, dist.get_process_group_ranks(group)))
-            self._store.set(f"{_KEY}/{self._rank}", f"{call.number} {call.name} {members}")
-            self._noted = call
+    def _look_at_call(self) -> None:
+        """Note in the store the collective that the program has been in for long, or its end."""
+        call, now = current.call, time.monotonic()
+        number = 0 if call is None else current.number
+        if number != self._seen:
+            self._seen, self._since = number, now
+            if self._noted and store_answers(self._store, lost=True):
+                self._store.set(f"{_KEY}/{self._rank}", b"")
+            self._noted = False
+        elif (
+            call is not None
+            and not self._noted
+            and now - self._since > _NOTED_SECONDS
+            and call[0] == threading.main_thread().ident
+        ):
+            user_call = UserCall(*call)
+            group = user_call.group()
+            members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+            text = " ".join([str(number), user_call.name, *map(str, members)])
+            self._store.set(f"{_KEY}/{self._rank}", text)
+            self._noted = True
 
     def _look_at(self, wait: Wait) -> None:
         """Set ``wait.found`` if all peers have waited for this rank for long enough."""

@@ -22,7 +22,6 @@ from .compiler import (
     watch_compiler as watch_compiler,
 )
 from .distributed import (
-    before_collectives as before_collectives,
     collectives as collectives,
     default_store as default_store,
     new_group as new_group,

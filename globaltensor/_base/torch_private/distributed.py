@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Final
 
@@ -16,7 +14,6 @@ import torch.distributed
 from ..patches import patch
 
 __all__ = [
-    "before_collectives",
     "collectives",
     "default_store",
     "new_group",
@@ -180,30 +177,3 @@ def wrap_collectives(
 
         for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
             patch(f"{home}:{name}", change)
-
-
-def before_collectives(
-    reads: Mapping[str, str], noted: Mapping[Any, Any], check: Callable[[str, Any, Any, Any], None]
-) -> None:
-    """Call ``check(name, argument, op, group)`` before collectives of torch.distributed.
-
-    ``reads``: name of the collective -> the argument that it reads, which ``check`` gets. The check
-    runs only while ``noted`` is not empty. These functions accept plain tensors, so no other hook
-    sees them.
-    """
-
-    def checked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        parameters = inspect.signature(function).parameters
-        usual = {n: p.default for n, p in parameters.items()}
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # Otherwise do not even read the arguments: that takes a tenth of a small collective.
-            if noted:
-                given = usual | dict(zip(parameters, args, strict=False)) | kwargs
-                check(name, given.get(reads[name]), given.get("op"), given.get("group"))
-            return function(*args, **kwargs)
-
-        return call
-
-    wrap_collectives(list(reads), lambda original: checked(original.__name__, original))
