@@ -20,6 +20,7 @@ __all__ = [
     "PACKAGE_ROOT",
     "caller_frame",
     "is_user_code",
+    "line_text",
     "user_frame",
     "user_line",
     "warn_user",
@@ -108,8 +109,12 @@ def user_line(start: FrameType | None = None) -> str:
     frame = user_frame(start)
     if frame is None:
         return "a thread of torch"
-    name, number = frame.f_code.co_filename, frame.f_lineno
-    return f"{Path(name).name}:{number}: {linecache.getline(name, number).strip()[:80]}"
+    return line_text(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_text(file: str, line: int) -> str:
+    """Return a line of a file as ``train.py:12: loss = model(x)``."""
+    return f"{Path(file).name}:{line}: {linecache.getline(file, line).strip()[:80]}"
 
 
 #: The warnings that were shown: text, category, file and line.

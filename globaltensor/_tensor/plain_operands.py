@@ -1,21 +1,25 @@
 """Plain tensors among global ones: they count as broadcast, the same value on every rank.
 
-Dispatch calls these functions. The ranks' values are compared at first uses (`check_replicated`).
+Dispatch calls these functions. The ranks compare their values (`check_replicated`).
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from .._base import torch_private
 from .._base.refusals import refuse_transforms
+from .._base.user_code import user_frame
 from ..boxing import box
 from ..distributed.communicator import as_bytes, flatten
-from ..distributed.divergence import PARAMETER
+from ..distributed.divergence import PARAMETER, PlainUse, plain_text
 from ..distributed.world import placeholder, world
 from ..distributed.world_base import World, on_forget
 from ..sharding.placement import Placement
@@ -31,6 +35,7 @@ __all__ = [
     "content_digest",
     "operand_spec",
     "promote_plain_tensor",
+    "record_replicated",
 ]
 
 # Number of uses of plain tensors for one purpose that are always checked.
@@ -39,12 +44,17 @@ _ALWAYS_CHECKED = 16
 _MAX_PLACES = 1 << 14
 # Number of a tensor's elements that an error shows.
 _SHOWN = 3
+# Size in bytes up to which the digest of a recorded tensor covers the order of all elements.
+_IN_ORDER = 1 << 15
+# Of a larger tensor: the size in bytes of the chunks that are summed, the number of words of a
+# chunk that are also read in order, and the number of chunks up to which all are summed (32 MiB).
+_CHUNK, _SAMPLED, _MAX_CHUNKS = 1 << 15, 32, 1 << 10
 
 
 class Comparisons:
-    """A count of the uses of plain tensors at one place, which says when ranks compare them.
+    """A count of the uses of plain tensors at one place, which says when ranks exchange digests.
 
-    They compare at the first 16 uses, then at intervals that grow by an eighth.
+    They do so at the first 16 uses, then at intervals that grow by an eighth.
     """
 
     __slots__ = ("count", "next")
@@ -165,18 +175,89 @@ def check_replicated(
 ) -> None:
     """Compare a plain tensor with those of the other ranks.
 
-    It compares the first 16 uses of such tensors for one purpose, then at intervals that grow by an
-    eighth (in guard mode, all). ``place``: the key to count by, with the ranks. None: the purpose,
-    and the tensor's dtype and number of dims. The line of the program is no part of it, because one
-    rank may run the same call from another line (to time or log it). The comparison is collective:
-    all of ``ranks`` call it. Raises DivergenceError, on every rank. The error names the line, the
-    ranks with their values, and how to express what is meant.
+    The ranks exchange digests at the first 16 uses of such tensors for one purpose, then at
+    intervals that grow by an eighth (in guard mode, at all). The other uses are part of the record
+    of what ranks run (`record_replicated`), and compared with it. ``place``: the key to count by,
+    with the ranks. None: the purpose, and the tensor's dtype and number of dims. The line of the
+    program is no part of it, because one rank may run the same call from another line (to time or
+    log it). The comparison is collective: all of ``ranks`` call it. Raises DivergenceError, on
+    every rank. The error names the line, the ranks with their values, and how to express what is
+    meant.
     """
     if place is None:
         place = purpose, tensor.dtype, tensor.dim()
     # Ranks of several placements reach one place at different frequencies.
     if comparison_due((place, ranks)):
         compare_replicated(tensor, ranks.flat if isinstance(ranks, Placement) else ranks, purpose)
+    else:
+        record_replicated(tensor, ranks, purpose)
+
+
+def record_replicated(
+    tensor: torch.Tensor, ranks: Placement | tuple[int, ...], purpose: str
+) -> None:
+    """Add a digest of a plain tensor to the record of what ranks run, which collectives compare.
+
+    Ranks with other values diverge here, and get a DivergenceError at their next collective that
+    compares. Only ordinary tensors in CPU memory are recorded: elsewhere reading the values would
+    make the program wait.
+    """
+    if tensor.device.type != "cpu" or kind_of(tensor) is not None or torch_private.is_fake(tensor):
+        return
+    this_world = world()
+    history = (
+        this_world.history((ranks,))
+        if isinstance(ranks, Placement)
+        else this_world.history_of(tuple(sorted(ranks)))
+    )
+    if not history.records:
+        return
+    with torch.no_grad(), torch_private.unobserved():
+        code, first = _quick_digest(tensor)
+    frame = user_frame()
+    file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
+    history.record_plain(
+        PlainUse(
+            history.serial,
+            code,
+            purpose,
+            tensor.dtype,
+            tensor.shape,
+            first,
+            file,
+            line,
+            isinstance(tensor, torch.nn.Parameter),
+        )
+    )
+
+
+def _quick_digest(tensor: torch.Tensor) -> tuple[int, bytes]:
+    """Return a digest of a tensor's values, the same on every rank, and its first elements.
+
+    A checksum of 32 KiB takes 15 us. Of a larger tensor chunks of 32 KiB are summed as integers,
+    which is ten times as fast, and the digest is one of the sums: it covers the order of chunks,
+    and of one element in a few. Of a tensor of many chunks only some are summed.
+    """
+    size = tensor.nbytes
+    if size > _IN_ORDER:
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:  # expanded: all slices are one
+                tensor = tensor.narrow(dim, 0, 1)
+    elif tensor.is_contiguous() and size and not (tensor.is_conj() or tensor.is_neg()):
+        contents = ctypes.string_at(tensor.data_ptr(), size)  # a quarter of the time of numpy()
+        return zlib.crc32(contents), contents[: _SHOWN * tensor.element_size()]
+    flat = flatten(tensor)
+    if not flat.numel():
+        return 0, b""
+    memory = as_bytes(flat).numpy()
+    first = memory[: _SHOWN * tensor.element_size()].tobytes()
+    if memory.size <= _IN_ORDER:
+        return zlib.crc32(memory), first
+    whole = memory.size // _CHUNK * _CHUNK
+    chunks = memory[:whole].view(np.int64).reshape(-1, _CHUNK // 8)
+    chunks = chunks[:: 1 + len(chunks) // _MAX_CHUNKS]
+    code = zlib.crc32(np.ascontiguousarray(chunks[:, :: _CHUNK // 8 // _SAMPLED]))
+    return zlib.crc32(memory[whole:], zlib.crc32(chunks.sum(1), code)), first
 
 
 def comparison_due(place: Any) -> bool:
@@ -238,13 +319,11 @@ def _as_number(code: bytes) -> torch.Tensor:
 
 def _digest_and_text(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return a digest [1] of a tensor's shape, dtype and values, and a text that shows them."""
-    code, first = content_digest(tensor), flatten(tensor)[:_SHOWN].tolist()
-    numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in first)
-    more = ", ..." if tensor.numel() > _SHOWN else ""
-    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    code = content_digest(tensor)
+    text = plain_text(tensor.dtype, tensor.shape, flatten(tensor)[:_SHOWN], code.hex())
     if isinstance(tensor, torch.nn.Parameter):
-        kind = f"{PARAMETER} {kind}"
-    return _as_number(code), f"{kind} of [{numbers}{more}], digest {code.hex()}"
+        text = f"{PARAMETER} {text}"
+    return _as_number(code), text
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:

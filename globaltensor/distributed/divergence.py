@@ -17,18 +17,20 @@ import hashlib
 import json
 import pickle
 import re
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from .._base.user_code import user_line
+import torch
+
+from .._base.user_code import line_text, user_line
 from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
     "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "OTHER_SIDE", "PARAMETER", "READING",
-    "READING_ADVICE", "History", "Purpose", "Report", "collective_of", "describe",
-    "differs_at_end", "due", "end_record", "how_it_ended", "spelled",
+    "READING_ADVICE", "History", "PlainUse", "Purpose", "Report", "collective_of", "describe",
+    "differs_at_end", "due", "end_record", "how_it_ended", "plain_text", "spelled",
 ]  # fmt: skip
 
 #: The first collectives of a communicator are all compared before data moves, later ones at
@@ -72,9 +74,43 @@ _PLAIN_ADVICE: Final = (
     "the ranks along the first axis have rows of their own"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
+_MAX_PLAIN_USES: Final = 64  # saved, for reports
 # The count in the name of a graph, which may differ by rank.
 _COUNTER: Final = re.compile(r"_\d+\b")
 _SHOWN: Final = 160  # characters of an operation that an error shows
+
+
+class PlainUse(NamedTuple):
+    """A use of a plain tensor among global ones, as a `History` keeps it for errors."""
+
+    before: int  # the serial of the history before this use, which tells the uses apart
+    code: int  # a digest of the values
+    purpose: str
+    dtype: torch.dtype
+    shape: torch.Size
+    first: bytes  # the first elements
+    file: str  # the user's line
+    line: int
+    is_parameter: bool
+
+    def described(self) -> list[Any]:
+        """Return the serial, and the purpose, the values and the line as texts."""
+        values = torch.frombuffer(bytearray(self.first), dtype=self.dtype) if self.first else []
+        return [
+            self.before,
+            self.purpose,
+            (f"{PARAMETER} " if self.is_parameter else "")
+            + plain_text(self.dtype, self.shape, values, f"{self.code:08x}"),
+            line_text(self.file, self.line) if self.file else "",
+        ]
+
+
+def plain_text(dtype: torch.dtype, shape: Sequence[int], first: Any, digest: str) -> str:
+    """Return the text by which errors show a plain tensor. ``first`` are its first elements."""
+    values = [n.item() for n in first]
+    numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in values)
+    more = ", ..." if len(values) < torch.Size(shape).numel() else ""
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)} of [{numbers}{more}], digest {digest}"
 
 
 class History:
@@ -86,7 +122,9 @@ class History:
     which run one operation on different tensors diverge too. Dispatch adds to the serial itself.
     """
 
-    __slots__ = ("codes", "grad_enabled", "operations", "ranks", "records", "serial")
+    __slots__ = (
+        "codes", "grad_enabled", "operations", "plain_uses", "ranks", "records", "serial"
+    )  # fmt: skip
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = frozenset(ranks)
@@ -98,6 +136,8 @@ class History:
         self.grad_enabled = True
         #: The planned operations, each once, in the order of first use: digest -> text.
         self.operations: OrderedDict[bytes, str] = OrderedDict()
+        #: The last uses of plain tensors that `record_plain` added.
+        self.plain_uses: deque[PlainUse] = deque(maxlen=_MAX_PLAIN_USES)
         #: What `code_of` has returned.
         self.codes: dict[tuple[str, Any], bytes] = {}
 
@@ -105,6 +145,11 @@ class History:
         """Add a call, described by ``what``, on tensors with these serials."""
         if self.records:
             self.serial = hash((self.serial, int.from_bytes(what, "little"), serials))
+
+    def record_plain(self, use: PlainUse) -> None:
+        """Add a use of a plain tensor, so that ranks whose values differ diverge."""
+        self.plain_uses.append(use)
+        self.serial = hash((self.serial, use.code))
 
     def record_grad_mode(self, enabled: bool) -> None:
         """Add that the gradient mode has changed since the last call."""
@@ -182,6 +227,8 @@ class Report:
     operations: list[tuple[bytes, str]] = field(default_factory=list)
     odd: TensorKind | None = None  # the kind of that tensor, if it is not an ordinary one
     detail: str = ""  # what this rank has seen of the others, such as a message of another size
+    # The last uses of plain tensors (`PlainUse.described`).
+    plain_uses: list[list[Any]] = field(default_factory=list)
 
     @staticmethod
     def here(
@@ -195,7 +242,10 @@ class Report:
     ) -> Report:
         """Return the current report of this rank."""
         operations = [item for history in histories for item in history.operations.items()]
-        return Report(rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail)
+        uses = [use.described() for history in histories for use in history.plain_uses]
+        return Report(
+            rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail, uses
+        )
 
     def packed(self) -> bytes:
         """Return the report as bytes."""
@@ -209,6 +259,7 @@ class Report:
                 self.operations,
                 self.odd,
                 self.detail,
+                self.plain_uses,
             )
         )
 
@@ -257,6 +308,8 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
         and len({_COUNTER.sub("", r.purpose) for r in reports}) == 1
     ):
         return _plain_differs(reports)
+    if found := _differing_plain_use(reports):
+        return _plain_differs(found)
     reading = next((r for r in (first, other) if r.purpose.startswith(READING)), None)
     elsewhere = other if reading is first else first
     if reading is not None and reading.line != elsewhere.line:
@@ -304,6 +357,7 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
 # ------------------------------------------------------------------ comparison at program end
 
 _NOTHING_RUN: Final = History(()).digest().hex()
+_AT_END: Final = "This was found when the program ended"
 _LAST_OPERATIONS: Final = 256  # the most that a rank's record at its end has
 
 
@@ -316,6 +370,7 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
         ",".join(map(str, ranks)): [
             h.digest().hex(),
             list(h.operations.values())[-_LAST_OPERATIONS:],
+            [use.described() for use in h.plain_uses],
         ]
         for ranks, h in histories.items()
     }
@@ -358,10 +413,18 @@ def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
         other_histories = record["histories"]
         for key in sorted({*own_histories, *other_histories}):
             if {rank, other} <= set(map(int, key.split(","))):
-                (digest, operations), (other_digest, other_operations) = (
-                    h.get(key, (_NOTHING_RUN, [])) for h in (own_histories, other_histories)
+                (digest, operations, uses), (other_digest, other_operations, other_uses) = (
+                    h.get(key, (_NOTHING_RUN, [], [])) for h in (own_histories, other_histories)
                 )
                 if digest != other_digest:
+                    found = _differing_plain_use(
+                        sorted(
+                            (Report(rank, plain_uses=uses), Report(other, plain_uses=other_uses)),
+                            key=lambda r: r.rank,
+                        )
+                    )
+                    if found:
+                        return f"{_plain_differs(found)}\n{_AT_END}"
                     return _divergence_at_end_text(rank, operations, other, other_operations)
     return ""
 
@@ -372,8 +435,7 @@ def _divergence_at_end_text(
     lines = [
         (
             f"the ranks have diverged: rank {rank} and rank {other} have not run the same "
-            f"operations "
-            f"on global tensors. This was found when the program ended"
+            f"operations on global tensors. {_AT_END}"
         )
     ]
     for me, own_operations, peer_operations in (
@@ -413,6 +475,27 @@ def _differing_operations(first: Report, other: Report) -> list[str]:
                 f"has not"
             )
     return lines
+
+
+def _differing_plain_use(reports: Sequence[Report]) -> list[Report]:
+    """Return reports on the use of a plain tensor at which the ranks diverged, or none.
+
+    They had run the same until then, and hold different values for it.
+    """
+    uses = [{use[0]: use[1:] for use in r.plain_uses} for r in reports]
+    for before in uses[0]:
+        if all(before in own for own in uses):
+            found = [
+                Report(r.rank, purpose=own[before][0], plain=own[before][1], line=own[before][2])
+                for r, own in zip(reports, uses, strict=True)
+            ]
+            if (
+                len({_COUNTER.sub("", r.purpose) for r in found})
+                == 1
+                < len({r.plain for r in found})
+            ):
+                return found
+    return []
 
 
 def _plain_differs(reports: Sequence[Report]) -> str:

@@ -101,10 +101,16 @@ class World(ABC):
 
     def history_of_all(self) -> History:
         """Return the history of what this rank has run among the operations that all ranks run."""
+        return self.history_of(tuple(range(self.size)))
+
+    def history_of(self, ranks: tuple[int, ...]) -> History:
+        """Return the history of what this rank has run together with these ranks, sorted."""
         if not self.compares:
             return _IGNORED
-        ranks = tuple(range(self.size))
-        return self.histories.setdefault(ranks, History(ranks))
+        history = self.histories.get(ranks)
+        if history is None:
+            history = self.histories[ranks] = History(ranks)
+        return history
 
     def forget(self) -> None:
         """Restart the digests of what was run.

@@ -216,6 +216,33 @@ def test_a_divergence_after_the_last_collective_is_told_at_the_end(
     assert (code, said) == (0, ""), said
 
 
+LATE_PLAIN = (
+    PROGRAM
+    + """
+for step in range(100):
+    own = torch.arange(40_000.0)
+    if step == 99 and rank == 1:
+        own[20_000] += 1
+    y = flow.ones(40_000, placement=x.placement, sbp=flow.sbp.broadcast) * own
+"""
+)
+
+
+@pytest.mark.parametrize("after", ["", "for _ in range(9):\n    x.sum().item()\n"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_a_plain_tensor_that_differs_late_and_once_is_told(
+    tmp_path: Path, shared: str, after: str
+) -> None:
+    code, said = launched(tmp_path, LATE_PLAIN + after, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert "train.py:" in said
+    assert "the ranks hold different values for operand 1 of mul" in said
+    assert re.search(r"rank 1: float32\[40000\] of \[0, 1, 2, ...\]", said)
+    assert ("This was found when the program ended" in said) == (not after)
+    same = LATE_PLAIN.replace("+= 1", "+= 0") + after
+    assert launched(tmp_path, same, GLOBALTENSOR_SHARED_MEMORY=shared) == (0, "")
+
+
 def test_errors_show_the_lines_of_the_user_alone() -> None:
     with pytest.raises(SbpError) as found:
         rows().to_global(sbp=S(7))

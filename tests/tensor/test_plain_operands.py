@@ -209,6 +209,57 @@ def test_plain_inputs_of_graphs() -> None:
     same_on_all(run_on(2, graph_inputs))
 
 
+def one_late_use(way: str, calls: int = 100) -> list[str]:
+    """Return what ranks are told whose plain tensors differ in the last of ``calls`` calls alone.
+
+    At that call the ranks exchange no digest of the tensor. The next collective compares it."""
+    said, x, graph = [], rows(), Doubled(flow.parallelize(nn.Linear(3, 2), line(), "data"))
+    for size in (1, 3, 4096, 100_000):  # the larger ones are summed by chunks
+        value = torch.arange(float(size))
+        wide = torch.zeros(4, size).to_global(line(), B)  # type: ignore[attr-defined]
+
+        def use(
+            i: int, value: torch.Tensor = value, wide: torch.Tensor = wide, size: int = size
+        ) -> None:
+            own = value.clone()
+            if i == calls and flow.env.get_rank() == 1:
+                own[size // 2] += 1
+            if way == "function":
+                wide + own
+            elif way == "parameter":
+                wide + nn.Parameter(own)
+            elif size == 3:
+                graph(own.expand(4, 3).clone())
+
+        def run() -> None:
+            for i in range(1, calls + 1):
+                use(i)  # noqa: B023
+            for _ in range(9):  # over gloo and MPI one collective in eight is compared
+                x.sum().item()
+
+        if way != "graph" or size == 3:
+            said.append(
+                refused(
+                    run,
+                    r"^test_plain_operands.py:\d+: (wide|graph)",
+                    {
+                        "function": "operand 1 of add",
+                        "parameter": "operand 1 of add",
+                        "graph": "input 0 of Doubled_",
+                    }[way],
+                    rf"rank 0: {'parameter ' * (way == 'parameter')}float32\[.*{size}\] of \[0",
+                    rf"rank 1: {'parameter ' * (way == 'parameter')}float32\[.*{size}\] of \[[01]",
+                    "is a parameter" if way == "parameter" else r"flow\.sbp\.split\(0\)",
+                )
+            )
+    return said
+
+
+@pytest.mark.parametrize("way", ["function", "parameter", "graph"])
+def test_a_single_late_use_that_differs_is_found(way: str) -> None:
+    same_on_all(run_on(2, one_late_use, way))
+
+
 def ranks_outside() -> None:
     """Check that a rank outside the placement may hold any values, and that ranks of different
     placements need not agree."""

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..._tensor.plain_operands import compare_replicated, comparison_due
+from ..._tensor.plain_operands import compare_replicated, comparison_due, record_replicated
 from ...distributed.simulate import SimulatedWorld
 from ...distributed.world import world
 
@@ -78,14 +78,15 @@ def replicated_uses(
 def compare_uses(
     uses: Sequence[ReplicatedUse], inputs: Sequence[torch.Tensor], name: str, program: bytes
 ) -> None:
-    """Compare the values with those of the other ranks, at growing intervals of calls.
+    """Compare the values with those of the other ranks, or record them (`check_replicated`).
 
     ``inputs`` are the call's inputs that the graph has not compared yet, or none. ``name`` is the
     graph's name, and ``program`` the digest of the program that uses the values. Collective. Raises
     DivergenceError on every rank."""
     this_world = world()
-    if not uses or not this_world.compares or not comparison_due((name, program)):
+    if not uses or not this_world.compares:
         return
+    compare = compare_replicated if comparison_due((name, program)) else record_replicated
     for value, ranks, purpose in uses:
         if this_world.rank not in ranks:
             continue
@@ -101,4 +102,4 @@ def compare_uses(
             compared = inputs[value]
         else:
             continue
-        compare_replicated(compared, ranks, f"{purpose} (captured by {name})")
+        compare(compared, ranks, f"{purpose} (captured by {name})")
