@@ -94,7 +94,11 @@ def __getattr__(name: str) -> _Any:
     try:
         return getattr(_torch_package, name)
     except AttributeError:
-        raise AttributeError(f"neither globaltensor nor torch has {name!r}") from None
+        import difflib
+
+        near = difflib.get_close_matches(name, __dir__(), 1, 0.8)
+        hint = f": did you mean {near[0]!r}?" if near else ""
+        raise AttributeError(f"neither globaltensor nor torch has {name!r}{hint}") from None
 
 
 __dir__ = _borrowed.directory(__name__)

@@ -175,6 +175,14 @@ TABLE: tuple[Patch, ...] = (
         "torch has a path of its own for the name mpi, without store, timeout or local groups",
     ),
     *(
+        Patch(
+            f"{home}:init_process_group",
+            "torch 2.11",
+            "a script may still call it when this library has connected the ranks",
+        )
+        for home in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
+    *(
         Patch(f"{home}:{name}", "torch 2.11", "ranks that wait for each other would wait for long")
         for name in ("barrier", "monitored_barrier")
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")

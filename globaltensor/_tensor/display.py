@@ -10,6 +10,7 @@ import re
 import sys
 from typing import TextIO
 
+import torch
 import torch.distributed as dist
 
 from .._base.terminal import in_colour
@@ -18,6 +19,7 @@ from ..distributed.cluster_env import detect
 from ..distributed.world import running
 from ..sharding.holdings_table import MAX_RANKS, rank_rows
 from ..sharding.placement import Placement
+from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 
@@ -29,10 +31,13 @@ _WIDTH = 48
 _BACKGROUNDS = (117, 216, 116, 219, 150, 147, 222, 123, 211, 157, 183, 186)
 
 
-def visualize_sharding(x: GlobalTensor | Spec, file: TextIO | None = None) -> None:
+def visualize_sharding(
+    x: GlobalTensor | Spec | torch.nn.Module, file: TextIO | None = None
+) -> None:
     """Print which rank holds which shard of ``x``.
 
-    ``x``: a global tensor or a Spec. ``file``: where to print; each rank that passes one prints to
+    ``x``: a global tensor, a Spec, or a module, of which a table of all parameters and buffers is
+    printed: dtype and shape, sbp (for each axis), and the shape that a rank holds. ``file``: where to print; each rank that passes one prints to
     it. Without ``file``, the first rank of the world prints to standard output and the other ranks
     print nothing. Every rank may call it, or only some: nothing communicates.
 
@@ -53,11 +58,59 @@ def visualize_sharding(x: GlobalTensor | Spec, file: TextIO | None = None) -> No
        |1     |
        |      |
        +------+
+
+    >>> with torch.device("meta"):
+    ...     model = torch.nn.Linear(3, 8)
+    >>> model = flow.parallelize(model, flow.placement("meta", [0]), "fsdp")
+    >>> visualize_sharding(model)
+    Linear: 2 parameters and buffers on meta [0]; the last column has the shape that a rank holds
+      weight  f32[8, 3]  S(0)  [8, 3]
+      bias    f32[8]     S(0)  [8]
     """  # noqa: E501
     if file is None and not _on_first_rank():
         return
     out = sys.stdout if file is None else file
+    if isinstance(x, torch.nn.Module):
+        print(_table_of_module(x), file=out)
+        return
     print(drawing(_spec(x, "visualize_sharding"), colour=in_colour(out)), file=out)
+
+
+def _table_of_module(module: torch.nn.Module) -> str:
+    """Return a table with a row for each parameter and buffer, in the order of the modules."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    specs = {name: t.spec for name, t in tensors if isinstance(t, GlobalTensor)}
+    places = list(dict.fromkeys(spec.placement for spec in specs.values()))
+    rows = []
+    for name, t in tensors:
+        if (spec := specs.get(name)) is None:
+            rows.append((name, repr(_described(t)).rpartition(" ")[0], "plain", ""))
+            continue
+        kind, _, sbp = repr(spec).partition("] ")
+        ranks = spec.placement.flat  # the first holds the largest shard, the last the smallest
+        held = str(list(spec.local_shape(ranks[0])))
+        if spec.local_shape(ranks[-1]) != spec.local_shape(ranks[0]):
+            held = f"{held} at most"
+        if len(places) > 1:
+            held += f"  on {_place(spec.placement)}"
+        rows.append((name, f"{kind}]", sbp, held))
+    widths = [max((len(row[k]) for row in rows), default=0) for k in range(3)]
+    head = f"{type(module).__name__}: {len(tensors)} parameters and buffers"
+    if len(places) == 1:
+        head += f" on {_place(places[0])}; the last column has the shape that a rank holds"
+    lines = [
+        "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, (*widths, 0), strict=True)).rstrip()
+        for row in rows
+    ]
+    return "\n".join([head, *lines])
+
+
+def _described(t: torch.Tensor) -> Spec:
+    return Spec.make(t.shape, t.dtype, Placement("cpu", [0]), broadcast)
+
+
+def _place(placement: Placement) -> str:
+    return f"{placement.type} {placement.ranks.tolist()}"
 
 
 def sharding_svg(x: GlobalTensor | Spec | Placement | BoxingExplanation) -> str:
@@ -88,8 +141,9 @@ def _spec(x: object, caller: str) -> Spec:
     if isinstance(x, Spec):
         return x
     raise TypeError(
-        f"{caller} draws a global tensor or a Spec, not {type(x).__name__}: of data that every "
-        f"rank has make a global one first, flow.tensor(data, placement=..., sbp=...)"
+        f"{caller} draws a global tensor or a Spec"
+        f"{', or a module' * (caller == 'visualize_sharding')}, not {type(x).__name__}: of data "
+        f"that every rank has make a global one first, flow.tensor(data, placement=..., sbp=...)"
     )
 
 

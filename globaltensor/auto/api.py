@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import math
 import os
 import re
@@ -354,10 +355,29 @@ def calls_of(
     if isinstance(model, Graph):
         return captured_calls(model, args, kwargs, device)[1]
     if isinstance(model, torch.nn.Module):
+        _check_arguments(model, args, kwargs or {})
         return calls_of_model(model, args, kwargs, device)
     raise PlanError(
         f"flow.auto.plan wants a torch.nn.Module or an nn.Graph, got {type(model).__name__}"
     )
+
+
+def _check_arguments(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Raise PlanError if forward does not take these arguments."""
+    try:
+        takes = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # a function of C without a signature
+        return
+    try:
+        takes.bind(*args, **kwargs)
+    except TypeError as error:
+        raise PlanError(
+            f"{type(model).__name__}.forward{takes} does not take these example inputs: {error}. "
+            f"Pass several inputs as a tuple, flow.auto.plan(model, (x, y), ...), and keyword "
+            f"arguments by kwargs={{...}}"
+        ) from None
 
 
 def mesh_of(mesh: Placement | Sequence[int] | None, cluster: Cluster) -> Placement:

@@ -13,7 +13,10 @@ import threading
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch.distributed
+
 from .._base import torch_private
+from .._base.patches import patch
 from .._base.user_code import user_line
 from ..errors import GlobalTensorError, WorldError
 from .replicated_results import ADDING, noted, refuse_replicated
@@ -77,6 +80,26 @@ def _lost_rank(name: str, error: RuntimeError) -> WorldError | None:
     )
 
 
+def agreeing(start: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's ``init_process_group`` as a script may call it after this library's start.
+
+    `flow.placement.all` starts the process group. A call after it, such as a script for DDP has,
+    then only has to ask for the same: torch raises an error.
+    """
+
+    @functools.wraps(start)
+    def call(*args: Any, **kwargs: Any) -> None:
+        if torch.distributed.is_initialized() and getattr(running(), "owned", False):
+            from .process_groups import init_process_group
+
+            return init_process_group(*args, **kwargs)
+        return start(*args, **kwargs)
+
+    return call
+
+
 def install() -> None:
     """Put these checks before the collectives of torch.distributed."""
     torch_private.wrap_collectives([*dict.fromkeys([*_SYMMETRIC, *ADDING])], watched)
+    for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
+        patch(f"{home}:init_process_group", agreeing)

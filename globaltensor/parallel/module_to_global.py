@@ -4,16 +4,17 @@ Users call them on modules, and `parallelize` uses `SameModel`."""
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .._base import torch_private
 from .._base.patches import patch
-from .._base.user_code import user_line
+from .._base.user_code import user_line, warn_user
 from .._tensor.convert import check_placement
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.gradients.parameter_gather import to_logical
@@ -50,7 +51,7 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
                 return list(as_layout(value, axes, f"sbp of {pattern!r}"))
         raise SbpError(
             f"no pattern matches {path!r} (patterns: {', '.join(map(repr, choice))}): add a last "
-            f"pattern '*': broadcast"
+            f'entry "*": flow.sbp.broadcast'
         )
     if callable(choice) and not isinstance(choice, Sbp):
         return list(
@@ -61,6 +62,20 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
     return [
         broadcast if e.is_split and not -tensor.dim() <= e.dim < tensor.dim() else e for e in layout
     ]
+
+
+def _warn_of_unmatched(patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Warn of patterns that match no parameter or buffer: a name may be misspelt."""
+    for pattern in patterns:
+        if pattern == "*" or any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            continue
+        ends = {path.rsplit(".", 1)[-1] for path in paths}
+        names = [*paths, *ends, *(f"*.{end}" for end in ends)]
+        near = difflib.get_close_matches(pattern, names, 1)
+        warn_user(
+            f"the pattern {pattern!r} matches no parameter or buffer"
+            + (f": did you mean {near[0]!r}?" if near else "")
+        )
 
 
 def _resolve_layout(
@@ -136,6 +151,8 @@ class SameModel:
 
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
         """Make the tensors global, each with the sbp from `sbp_for`, and return the module."""
+        if isinstance(sbp, Mapping):
+            _warn_of_unmatched(sbp, [path for path, _, _ in self.slots])
         plans = {
             path: _resolve_layout(
                 self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]

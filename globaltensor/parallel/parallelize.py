@@ -228,7 +228,12 @@ def _names(plan: Any, axes: int) -> list[str] | None:
     unknown = [name for name in names if name not in PLANS]
     if unknown:
         known = ", ".join(map(repr, [*PLANS, "hybrid", "auto"]))
-        near = difflib.get_close_matches(unknown[0], [*PLANS, "hybrid", "auto"], 1)
+        name = unknown[0].lower()
+        near = (
+            [_OTHER_NAMES[name]]
+            if name in _OTHER_NAMES
+            else difflib.get_close_matches(name, [*PLANS, "hybrid", "auto"], 1)
+        )
         raise SbpError(
             f"unknown plan {unknown[0]!r}: there are {known}, a list of these with one for each "
             f"axis, and path patterns" + (f"; did you mean {near[0]!r}?" if near else "")
@@ -350,4 +355,14 @@ PLANS: dict[str, Callable[[nn.Module, int], Recipe]] = {
     "tensor": _tensor,
     "sequence": _sequence,
     "expert": _expert,
+}
+
+#: What other libraries call these plans.
+_OTHER_NAMES: dict[str, str | list[str]] = {
+    **dict.fromkeys(("ddp", "dp", "replicate", "data_parallel"), "data"),
+    **dict.fromkeys(("fsdp2", "zero", "zero3", "zero-3", "fully_shard"), "fsdp"),
+    **dict.fromkeys(("tp", "tensor_parallel", "model"), "tensor"),
+    **dict.fromkeys(("sp", "sequence_parallel"), "sequence"),
+    **dict.fromkeys(("ep", "moe"), "expert"),
+    "hsdp": ["data", "fsdp"],
 }

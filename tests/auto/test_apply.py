@@ -161,6 +161,53 @@ def test_a_plan_on_one_mesh(tmp_path: Path) -> None:
     carried(flow.auto.load_plan(tmp_path / "plan.json"), 2, line(2))
 
 
+class Recurrent(nn.Module):
+    """A model with a recurrent layer, which keeps its weights in a list of its own too."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(4, 4, batch_first=True)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)[0])  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("kind", ["RNN", "LSTM", "GRU"])
+def test_a_plan_of_a_model_with_a_recurrent_layer(kind: str, tmp_path: Path) -> None:
+    """The plan had the layer's weights twice, so it could not be applied to the model."""
+    model = Recurrent(kind).double()
+    x = torch.randn(4, 3, 4, dtype=torch.float64)
+    want = model(x)
+    plan = flow.auto.plan(model, x, CLUSTER, mesh=(2,))
+    assert list(plan.parameters) == [name for name, _ in model.named_parameters()]
+    torch.testing.assert_close(model(x), want, rtol=0, atol=0)  # the search has left it as it was
+    plan.save(tmp_path / "plan.json")
+    loaded, copies = (
+        flow.auto.load_plan(tmp_path / "plan.json"),
+        [copy.deepcopy(model) for _ in range(2)],
+    )
+
+    def run() -> Tensor:
+        own = flow.parallelize(copies[flow.env.get_rank()], line(2)(), loaded)
+        return own(x).to_global(sbp=B).to_local().detach()  # type: ignore[attr-defined, no-any-return]
+
+    for got in simulate(2, run):
+        torch.testing.assert_close(got, want.detach())
+
+
+def test_inputs_that_forward_does_not_take_are_told() -> None:
+    with torch.device("meta"):
+        layer = nn.Bilinear(2, 3, 4)
+    with pytest.raises(
+        PlanError,
+        match=r"Bilinear\.forward\(.* does not take .*: missing a .*'input2'\. Pass several",
+    ):
+        flow.auto.plan(layer, torch.empty(4, 2), CLUSTER, mesh=(2,))
+    both = torch.empty(4, 2), torch.empty(4, 3)
+    assert list(flow.auto.plan(layer, both, CLUSTER, mesh=(2,)).parameters)
+
+
 @pytest.mark.long
 def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one() -> None:
     with torch.device("meta"):

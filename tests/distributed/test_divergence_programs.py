@@ -216,6 +216,25 @@ def test_a_divergence_after_the_last_collective_is_told_at_the_end(
     assert (code, said) == (0, ""), said
 
 
+DDP_LEFTOVERS = (
+    PROGRAM
+    + """
+import torch.distributed as dist
+dist.init_process_group("gloo")   # as a script for DDP has, after the ranks are connected
+dist.init_process_group(backend="gloo", rank=rank, world_size=2)
+assert x.sum().item() == 66 and dist.get_world_size() == 2
+dist.destroy_process_group()
+"""
+)
+
+
+def test_a_script_may_still_initialise_the_process_group(tmp_path: Path) -> None:
+    assert launched(tmp_path, DDP_LEFTOVERS) == (0, "")
+    code, said = launched(tmp_path, DDP_LEFTOVERS.replace("world_size=2", "world_size=4"))
+    assert code == 1
+    assert "init_process_group asks for world_size 4, but this process already is rank" in said
+
+
 LATE_PLAIN = (
     PROGRAM
     + """

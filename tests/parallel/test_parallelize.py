@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -483,10 +485,14 @@ def test_fsdp_splits_evenly_where_it_can() -> None:
 @pytest.mark.parametrize(("plan", "ranks", "says"), [
     ("tensr", [0], "unknown plan 'tensr': there are 'data', 'fsdp', 'tensor', 'sequence'"),
     ("tensr", [0], "; did you mean 'tensor'"),
+    ("FSDP", [0], "; did you mean 'fsdp'"),
+    ("ddp", [0], "; did you mean 'data'"),
+    ("HSDP", [0], r"; did you mean \['data', 'fsdp'\]"),
     ("hybrid", [0], 'plan "hybrid" needs a placement of two axes'),
     (["data", "tensor"], [0], r"the plan names 2 axes \(data, tensor\), the placement has 1: pass"),
     (["data", "tensor"], [0], r'flow.placement\("cpu", \[\[0, 1\], \[2, 3\]\]\) has two'),
     ({"bias": B}, [0], "no pattern matches 'weight'"),
+    ({"bias": B}, [0], r'add a last entry "\*": flow\.sbp\.broadcast'),
 ])  # fmt: skip
 def test_wrong_plans(plan: Any, ranks: list[int], says: str) -> None:
     with pytest.raises(SbpError, match=says):
@@ -511,3 +517,22 @@ def test_parametrized_weights_are_as_they_were() -> None:
             *[nn.utils.parametrizations.spectral_norm(nn.Linear(6, 6)) for _ in range(2)]
         ),
     )
+
+
+@pytest.mark.parametrize(
+    ("pattern", "near"),
+    [("*.wieght", r"\*\.weight"), ("0.bais", r"0\.bias"), ("1.weight", "0.weight"), ("zzz", None)],
+)
+@pytest.mark.parametrize("way", ["parallelize", "to_global"])
+def test_a_pattern_that_matches_nothing_is_told(way: str, pattern: str, near: str | None) -> None:
+    """A misspelt name left the parameter replicated, without a word."""
+    model, place = nn.Sequential(nn.Linear(2, 2)), flow.placement("cpu", [0])
+    says = f"the pattern {re.escape(repr(pattern))} matches no parameter or buffer"
+    lay_out = (
+        functools.partial(flow.parallelize, model) if way == "parallelize" else model.to_global
+    )
+    with pytest.warns(UserWarning, match=f"{says}: did you mean '{near}'" if near else f"{says}$"):
+        lay_out(place, {pattern: S(0), "*": B})  # type: ignore[operator]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flow.parallelize(nn.Sequential(nn.Linear(2, 2)), place, {"*.weight": S(0), "*": B})

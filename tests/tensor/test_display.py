@@ -202,6 +202,29 @@ def test_a_tensor_is_shown_in_a_notebook_without_its_values() -> None:
     assert "f32[2, 3] B" in layer.weight._repr_html_()
 
 
+def test_a_module_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
+    def show() -> None:
+        with torch.device("meta"):
+            model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+        flow.parallelize(model[0], flow.placement("meta", [0, 1]), "fsdp")
+        flow.visualize_sharding(model)
+
+    simulate(2, show)
+    assert (
+        capsys.readouterr().out
+        == """\
+Sequential: 7 parameters and buffers on meta [0, 1]; the last column has the shape that a rank holds
+  0.weight               f32[3, 6]  S(1)   [3, 3]
+  0.bias                 f32[3]     S(0)   [2] at most
+  1.weight               f32[3]     plain
+  1.bias                 f32[3]     plain
+  1.running_mean         f32[3]     plain
+  1.running_var          f32[3]     plain
+  1.num_batches_tracked  i64[]      plain
+"""
+    )
+
+
 @pytest.mark.parametrize("draw", [flow.visualize_sharding, flow.sharding_svg])
 def test_a_plain_tensor_is_refused(draw: object) -> None:
     with pytest.raises(TypeError, match=r"draws a global tensor .* not Tensor: .*flow\.tensor"):

@@ -233,7 +233,7 @@ def one_late_use(way: str, calls: int = 100) -> list[str]:
 
         def run() -> None:
             for i in range(1, calls + 1):
-                use(i)  # noqa: B023
+                use(i)
             for _ in range(9):  # over gloo and MPI one collective in eight is compared
                 x.sum().item()
 

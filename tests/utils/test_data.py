@@ -18,7 +18,7 @@ from torch.utils import data
 import globaltensor as flow
 from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, SbpError, ShapeError
-from globaltensor.utils.data import DistributedSampler, GlobalDataLoader
+from globaltensor.utils.data import DistributedSampler, GlobalBatches, GlobalDataLoader
 
 S, B = flow.sbp.split, flow.sbp.broadcast
 GRIDS: list[tuple[list[Any], list[Any]]] = [
@@ -253,6 +253,26 @@ def test_what_makes_no_sense_is_told() -> None:
         )  # type: ignore[arg-type]
     with pytest.raises(SbpError, match="partial_sum"):
         GlobalDataLoader(range(3), 1, placement=place, sbp=flow.sbp.partial_sum)  # type: ignore[arg-type]
+
+
+def test_a_dim_that_no_tensor_has_is_told() -> None:
+    """It gave batches that every rank held in full, without a word."""
+    rows = data.TensorDataset(torch.zeros(4, 3, 2), torch.zeros(4))
+
+    def read(kind: str, dim: int) -> Any:
+        place = flow.placement("cpu", [0, 1])
+        if kind == "GlobalDataLoader":
+            loader: Any = GlobalDataLoader(rows, 4, placement=place, sbp=S(dim))
+        else:
+            loader = GlobalBatches(data.DataLoader(rows, 4), place, sbp=S(dim))
+        return [tuple(t.sbp for t in batch) for batch in loader]
+
+    for kind in ("GlobalDataLoader", "GlobalBatches"):
+        assert simulate(2, read, kind, 2)[0] == [((S(2),), (B,))]
+        with pytest.raises(
+            SbpError, match=rf"{kind}: sbp .*split\(dim=7\) splits dim 7, but no te"
+        ):
+            simulate(2, read, kind, 7)
 
 
 def test_another_sampler_gives_another_order() -> None:

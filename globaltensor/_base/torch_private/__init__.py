@@ -50,6 +50,7 @@ from .modes import (
     without_function_modes as without_function_modes,
 )
 from .modules import (
+    DERIVED_FROM_PARAMETERS as DERIVED_FROM_PARAMETERS,
     BatchNorm as BatchNorm,
     CAUSAL_CHECK as CAUSAL_CHECK,
     check_input as check_input,

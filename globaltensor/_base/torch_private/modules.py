@@ -7,7 +7,10 @@ from types import CodeType
 
 import torch
 
-__all__ = ["CAUSAL_CHECK", "BatchNorm", "check_input", "refresh_weights", "watched_steps"]
+__all__ = [
+    "CAUSAL_CHECK", "DERIVED_FROM_PARAMETERS", "BatchNorm", "check_input", "refresh_weights",
+    "watched_steps",
+]  # fmt: skip
 
 
 def watched_steps(optimizer: torch.optim.Optimizer) -> bool:
@@ -37,11 +40,17 @@ def refresh_weights(module: torch.nn.Module) -> None:
 
     Such a layer keeps its weights in a list as well as in its parameters, with weak references by
     which it recognizes them. The layer rebuilds list and references itself in forward the same way
-    (torch 2.11: `RNNBase._init_flat_weights`).
+    (torch 2.11: `RNNBase._init_flat_weights`). A capture does not see this: it would take the
+    weights, whose dtype the layer asks for, for inputs of the graph.
     """
     if isinstance(module, torch.nn.RNNBase):
-        module._init_flat_weights()
+        with torch._C.DisableTorchFunction():
+            module._init_flat_weights()
 
+
+#: The attributes of a recurrent layer that it derives from its parameters (`refresh_weights`). A
+#: pass with other parameters leaves old lists with these behind, which nothing refers to.
+DERIVED_FROM_PARAMETERS = ("_flat_weights", "_flat_weight_refs")
 
 #: The common base of batch norms of 1, 2 and 3 dims and their lazy kinds. It has no public name.
 BatchNorm = torch.nn.modules.batchnorm._BatchNorm

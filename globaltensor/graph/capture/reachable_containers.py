@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from ..._base import torch_private
 from ..._base.pytree import tensors_in
 from ..._base.user_code import is_user_code
 from ..._tensor.global_tensor import GlobalTensor
@@ -175,9 +176,9 @@ class Containers:
         if bounded and len(items(held)) > _MAX_ENTRIES:
             return []
         if isinstance(value, torch.nn.Module):
-            skipped = _OF_EVERY_MODULE
+            skipped = _OF_EVERY_MODULE.union(torch_private.DERIVED_FROM_PARAMETERS)
         elif not bounded:
-            skipped = _OWN
+            skipped = (*_OWN, *torch_private.DERIVED_FROM_PARAMETERS)
         container = self.found[id(held)] = TensorContainer(path, held, skipped, None, origin)
         entries = _children(container, bounded)
         kinds: tuple[type, ...] = ()  # the methods of classes refer to variables

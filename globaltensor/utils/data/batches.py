@@ -19,6 +19,7 @@ from ...errors import DivergenceError, GlobalTensorError, SbpError
 from ...sharding.placement import Placement
 from ...sharding.sbp import Sbp, as_layout, broadcast, split
 from ...sharding.tensor_kinds import Described, described, refuse
+from .loader import check_split_dims
 from .read_order import SPLIT_ADVICE, sampler_text
 
 __all__ = ["GlobalBatches"]
@@ -115,6 +116,7 @@ class GlobalBatches:
                 self._global_batch_tensor(i, tensors[i] if inside else None, headers)
                 for i in range(len(metas))
             ]
+            check_split_dims("GlobalBatches", self.layout, [part.dim() for part in parts])
             if this_world.size > 1:
                 this_world.history((self.placement,)).record(b"GlobalBatches")
             identify_results(parts)

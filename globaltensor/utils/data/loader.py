@@ -285,6 +285,20 @@ def _check_layout(layout: Sequence[Sbp]) -> tuple[Sbp, ...]:
     return tuple(layout)
 
 
+def check_split_dims(caller: str, layout: Sequence[Sbp], dims: Sequence[int]) -> None:
+    """Raise SbpError if an axis splits a dim that no tensor of the batch has.
+
+    ``dims``: the number of dims of each tensor. A batch without tensors has nothing to split.
+    """
+    for entry in layout:
+        if dims and entry.is_split and max(dims) <= entry.dim:
+            raise SbpError(
+                f"{caller}: sbp {entry!r} splits dim {entry.dim}, but no tensor of the batch has "
+                f"more than {max(dims)} dims, so every rank would hold all of it. Dim 0 counts "
+                f"the rows: flow.sbp.split(0)"
+            )
+
+
 class _Rows(data.Sampler[list[int]]):
     """A sampler of the indices that this rank reads, batch by batch."""
 
@@ -338,6 +352,7 @@ class _BatchShare:
             shell, metas = self._agree_on_structure(local_share, metas, size, position)
         else:
             self._check_rows(self.rank, metas, size)
+        check_split_dims("GlobalDataLoader", self.layout, [len(shape) for shape, _ in metas])
         parts = iter(
             [
                 self._assemble_tensor(
