@@ -16,6 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.utils.hooks import RemovableHandle
 
 from .._base import torch_private
@@ -27,6 +28,7 @@ from .gradients.reducer import call_accumulated_hooks, observe_gradients, reduce
 from .gradients.watchers import Watcher
 from .history import GRADIENT, record
 from .pending_tensor import local_of
+from .plain_operands import replicated_grad
 from .view_tracking import link_alias
 
 __all__ = [
@@ -44,13 +46,17 @@ def _unwrap_hook_result(grad: Any, dual: Spec | None) -> Any:
     """Return this rank's local tensor of what a hook returned in place of a gradient."""
     if grad is None or dual is None:
         return grad
-    if not isinstance(grad, GlobalTensor):
-        raise SbpError("a hook on a global tensor must return a global tensor or None")
+    if not isinstance(grad, torch.Tensor):
+        raise SbpError(
+            f"a hook on a global tensor must return a tensor or None, not {type(grad).__name__}"
+        )
     if grad.shape != dual.shape:
         raise ShapeError(
             f"a hook on a tensor of shape {list(dual.shape)} returned a gradient of shape "
             f"{list(grad.shape)}: return one of the tensor's shape, or None"
         )
+    if not isinstance(grad, GlobalTensor):
+        grad = replicated_grad(grad, dual.placement, "the gradient that a hook returned")
     record("gradient from a hook", grad)
     grad = grad._materialize()
     return box(grad._local, grad._spec, dual.replace(dtype=grad.dtype), why="gradient from a hook")
@@ -61,8 +67,9 @@ def register_hook(self: GlobalTensor, hook: Callable[[GlobalTensor], Any]) -> An
 
     ``grad`` is global, in the dual of the tensor's sbp. The hook may return another gradient.
     Collective: every rank registers the same hooks in the same order. Returns a handle with
-    ``remove()``. Raises SbpError where a hook returns a local tensor, and ShapeError
-    where it returns a gradient of another shape.
+    ``remove()``. A plain tensor that a hook returns counts as the same on every rank. Raises
+    SbpError where a hook returns no tensor, ShapeError where it returns a gradient of another
+    shape, and DivergenceError where the ranks return plain tensors that differ.
     """
     # This rank observes gradients early, which changes how all ranks sum them.
     record("register_hook", self)

@@ -18,6 +18,7 @@ from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from .global_tensor import GlobalTensor
 from .history import GRADIENT, identify_copy, record, record_together
+from .plain_operands import replicated_grad
 from .strides import note_of, note_order
 
 __all__ = ["clear_grads", "get_grad", "local_grad", "place_grad", "set_grad"]
@@ -98,16 +99,18 @@ def set_grad(x: GlobalTensor, value: Any) -> None:
         clear_grads([x])
         return
     x.__dict__.pop("_kept_grad", None)
-    if not isinstance(value, GlobalTensor):
-        raise SbpError(
-            "the .grad of a global tensor must be a global tensor: make it one with "
-            "to_global(placement, sbp)"
+    if not isinstance(value, torch.Tensor):
+        kind = type(value).__name__  # the text is torch's
+        raise TypeError(
+            f"assigned grad expected to be a Tensor or None but got grad of type {kind}"
         )
     if value.shape != x.shape:
         raise SbpError(
             f"attempting to assign a gradient of size '{list(value.shape)}' to a tensor of size "
             f"'{list(x.shape)}'. Please ensure that the gradient and the tensor are the same size"
         )
+    if not isinstance(value, GlobalTensor):
+        value = replicated_grad(value, x._spec.shown.placement, "a gradient given to .grad")
     value = value._materialize()
     if value.dtype is not x.dtype and x._leaf is not None:
         # torch's own error, unless the tensor's grad_dtype allows this dtype

@@ -26,6 +26,7 @@ from ..sharding.placement import Placement
 from ..sharding.sbp import broadcast
 from ..sharding.spec import Spec
 from ..sharding.tensor_kinds import BARE, TensorKind, described, kind_of, refuse
+from .global_tensor import GlobalTensor
 from .gradients.reducer import observe_gradients
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "operand_spec",
     "promote_plain_tensor",
     "record_replicated",
+    "replicated_grad",
 ]
 
 # Number of uses of plain tensors for one purpose that are always checked.
@@ -168,6 +170,15 @@ def promote_plain_tensor(
         observe_gradients(entered)
         return entered  # type: ignore[no-any-return]
     return tensor
+
+
+def replicated_grad(tensor: torch.Tensor, placement: Placement, purpose: str) -> GlobalTensor:
+    """Return the broadcast global tensor of a plain one that a program gives as a gradient.
+
+    Collective. Raises DivergenceError or KindError, on every rank, as `promote_plain_tensor`.
+    """
+    spec = operand_spec(tensor, placement, purpose)
+    return GlobalTensor.wrap(promote_plain_tensor(tensor, spec, purpose), spec)
 
 
 def check_replicated(

@@ -53,6 +53,8 @@ _STORE_SECONDS = 5.0
 # The rank that serves the store waits so long for ranks that end at about the same time.
 _LINGER_SECONDS = 2.0
 _LAST_MOMENT = 0.05  # seconds for threads that wait for the GIL at interpreter exit
+# Which process is which rank: a variable that the processes it starts inherit.
+_RANK_PROCESS = "_GLOBALTENSOR_RANK_PROCESS"
 
 
 class Closable(Protocol):
@@ -338,6 +340,7 @@ def reset_world() -> None:
     The process group is destroyed if the world had created it.
     """
     this_world, _Current.world = _Current.world, None
+    os.environ.pop(_RANK_PROCESS, None)
     if this_world is not None:
         this_world.close()
         forget_derived(this_world)
@@ -385,7 +388,9 @@ def _start() -> World:
     if place is None:
         return ProcessWorld(0, 1, 0, 1, owned=False)
     if place.world_size > 1:
+        _refuse_child_of_rank(place)
         _join(place)
+        os.environ[_RANK_PROCESS] = f"{os.getpid()} {_identity(place)}"
     this_world = ProcessWorld(
         place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1
     )
@@ -433,6 +438,36 @@ def await_all_ranks() -> None:
         options = dist.BarrierOptions()
         options.device = torch.device("cpu")
         group.barrier(options).wait()
+
+
+def _identity(place: Detected) -> str:
+    return f"{place.rank} {place.world_size} {place.meeting}"
+
+
+def _refuse_child_of_rank(place: Detected) -> None:
+    """Raise WorldError in a process that a rank has started, and that has the rank's variables.
+
+    It would join as a second process of that rank, and wait for the others until the timeout.
+    """
+    pid, _, identity = os.environ.get(_RANK_PROCESS, "").partition(" ")
+    if identity != _identity(place) or int(pid) == os.getpid() or not _is_alive(int(pid)):
+        return
+    raise WorldError(
+        f"{user_line()}\nthis process ({os.getpid()}) was started by rank {place.rank} (process "
+        f"{pid}), and is not a rank itself: it cannot use global tensors. Give it values, such as "
+        f"x.numpy() or x.to_local(), or run this line in the rank. To let it work alone, start it "
+        f"without the variables RANK and WORLD_SIZE (or those of {place.source})"
+    )
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def _join(place: Detected) -> None:

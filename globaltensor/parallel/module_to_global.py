@@ -64,18 +64,26 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
     ]
 
 
-def _warn_of_unmatched(patterns: Iterable[str], paths: Sequence[str]) -> None:
-    """Warn of patterns that match no parameter or buffer: a name may be misspelt."""
+def _warn_of_misspelt(patterns: Iterable[str], paths: Sequence[str]) -> None:
+    """Warn of patterns that match nothing because a name in them is misspelt.
+
+    Other patterns may match nothing: a table of patterns may serve several models.
+    """
+    known = {name for path in paths for name in path.split(".")}
     for pattern in patterns:
-        if pattern == "*" or any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+        if any(fnmatch.fnmatchcase(path, pattern) for path in paths):
             continue
-        ends = {path.rsplit(".", 1)[-1] for path in paths}
-        names = [*paths, *ends, *(f"*.{end}" for end in ends)]
-        near = difflib.get_close_matches(pattern, names, 1)
-        warn_user(
-            f"the pattern {pattern!r} matches no parameter or buffer"
-            + (f": did you mean {near[0]!r}?" if near else "")
-        )
+        parts = pattern.split(".")
+        for i, part in enumerate(parts):
+            name = part.strip("*")
+            near = difflib.get_close_matches(name, known, 1, 0.7)
+            if near and name not in known:
+                right = ".".join((*parts[:i], part.replace(name, near[0]), *parts[i + 1 :]))
+                warn_user(
+                    f"the pattern {pattern!r} matches no parameter or buffer: did you mean "
+                    f"{right!r}?"
+                )
+                break
 
 
 def _resolve_layout(
@@ -152,7 +160,7 @@ class SameModel:
     def lay_out(self, sbp: SbpChoice | None) -> torch.nn.Module:
         """Make the tensors global, each with the sbp from `sbp_for`, and return the module."""
         if isinstance(sbp, Mapping):
-            _warn_of_unmatched(sbp, [path for path, _, _ in self.slots])
+            _warn_of_misspelt(sbp, [path for path, _, _ in self.slots])
         plans = {
             path: _resolve_layout(
                 self.placement, sbp, f"{path} of {type(self.module).__name__}", path, held[name]

@@ -146,6 +146,44 @@ def test_a_forked_child_is_no_rank() -> None:
         ), text
 
 
+STARTED_BY_A_RANK = """
+import subprocess
+child = "import globaltensor as flow; print(flow.placement.all('cpu').size)"
+done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=40)
+assert done.returncode == 1, done
+text = f"was started by rank {rank} (process {os.getpid()}), and is not a rank itself: it cannot"
+assert text in done.stderr, done.stderr
+own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, env=own)
+assert (done.returncode, done.stdout) == (0, "1\\n"), done
+assert x.sum().item() == 66
+"""
+
+
+def test_a_process_that_a_rank_starts_is_no_rank(tmp_path: Path) -> None:
+    """It joined as a second process of that rank, and waited for the others until the timeout."""
+    assert ran(tmp_path, STARTED_BY_A_RANK) == [(0, ""), (0, "")]
+
+
+WORKERS = """
+class Rows(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return x
+if __name__ == "__main__":
+    next(iter(torch.utils.data.DataLoader(Rows(), 2, num_workers=1)))
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_worker_of_a_loader_that_returns_global_tensors_is_told(tmp_path: Path) -> None:
+    for code, said in ran(tmp_path, WORKERS):
+        assert code == 1
+        assert "a worker of a DataLoader, which is no rank" in said
+        assert "let the dataset hold plain tensors" in said
+
+
 MISMATCH = """
 P, E = flow.sbp.partial_sum, x.placement
 large, small = (torch.ones(n).to_global(E, P) for n in {sizes})

@@ -21,6 +21,8 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
 from globaltensor.distributed.simulate import simulate
+from globaltensor.distributed.world import world
+from globaltensor.errors import DivergenceError
 
 B, P, S = flow.sbp.broadcast, flow.sbp.partial_sum, flow.sbp.split
 LAYOUTS = (S(0), S(1), B)
@@ -313,6 +315,37 @@ def test_hooks() -> None:
         same(seen[1][0], seen[0][0])
         same(ours[0].grad, plain[0].grad)
         same(ours[1].grad, plain[1].grad)
+
+
+@on(2)
+def test_plain_tensors_as_gradients() -> None:
+    """A plain tensor that a hook returns, or that is given to .grad, counts as the same on every
+    rank, as in other operations. It was refused."""
+    for plain, ours in pairs((5, 4), (4, 3)):
+        for x, w in (plain, ours):
+            y = x @ w
+            y.register_hook(lambda g: values(5, 3, seed=4))
+            x.register_hook(lambda g: values(5, 4, seed=5))
+            (y * y).sum().backward()
+            w.grad = values(4, 3, seed=6)
+            (x.detach() @ w).sum().backward()  # adds to it
+        for got, want in zip(ours, plain, strict=True):
+            same(got.grad, want.grad)
+            assert got.grad.sbp == got.sbp
+    x = leaf(values(4, 3), S(0))
+    with pytest.raises(DivergenceError, match=r"different values for a gradient given to \.grad"):
+        x.grad = torch.full((4, 3), float(flow.env.get_rank())).double()
+    world().forget()
+    handle = x.register_hook(lambda g: torch.full((4, 3), float(flow.env.get_rank())).double())
+    with pytest.raises(DivergenceError, match="for the gradient that a hook returned"):
+        x.sum().backward()
+    world().forget()
+    handle.remove()
+    for given in (x, x.detach().clone().to_local().requires_grad_()):
+        with pytest.raises(
+            TypeError, match="expected to be a Tensor or None but got grad of type fl"
+        ):
+            given.grad = 1.0
 
 
 @on(2)

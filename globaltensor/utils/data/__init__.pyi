@@ -6,11 +6,11 @@
 from globaltensor.utils.data.batches import GlobalBatches as GlobalBatches
 from globaltensor.utils.data.loader import GlobalDataLoader as GlobalDataLoader
 from globaltensor.utils.data.sampler import DistributedSampler as DistributedSampler
-from . import read_order as read_order
-from . import batches as batches
 from . import prefetch as prefetch
+from . import read_order as read_order
 from . import sampler as sampler
 from . import loader as loader
+from . import batches as batches
 from torch.utils.data import BatchSampler as BatchSampler
 from torch.utils.data import ChainDataset as ChainDataset
 from torch.utils.data import ConcatDataset as ConcatDataset
