@@ -94,10 +94,7 @@ def __getattr__(name: str) -> _Any:
     try:
         return getattr(_torch_package, name)
     except AttributeError:
-        import difflib
-
-        near = difflib.get_close_matches(name, __dir__(), 1, 0.8)
-        hint = f": did you mean {near[0]!r}?" if near else ""
+        hint = "" if name.startswith("_") else _borrowed.similar_name(__name__, name)
         raise AttributeError(f"neither globaltensor nor torch has {name!r}{hint}") from None
 
 

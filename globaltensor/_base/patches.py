@@ -183,6 +183,14 @@ TABLE: tuple[Patch, ...] = (
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")
     ),
     *(
+        Patch(
+            f"{home}:destroy_process_group",
+            "torch 2.11",
+            "the processes that a rank starts after it may be ranks themselves",
+        )
+        for home in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
+    *(
         Patch(f"{home}:{name}", "torch 2.11", "ranks that wait for each other would wait for long")
         for name in ("barrier", "monitored_barrier")
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")

@@ -8,6 +8,8 @@ they read stubs, which `make stubs` writes.
 
 from __future__ import annotations
 
+import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -55,6 +57,13 @@ def names_of_torch(package: str) -> Callable[[str], Any]:
         raise AttributeError(f"neither {package} nor {theirs} has {name!r}")
 
     return get
+
+
+@functools.cache
+def similar_name(package: str, name: str) -> str:
+    """Return the end of an error about a misspelt name: a suggestion, or an empty text."""
+    near = difflib.get_close_matches(name, public_names(package), 1, 0.8)
+    return f": did you mean {near[0]!r}?" if near else ""
 
 
 def public_names(package: str) -> list[str]:

@@ -54,6 +54,8 @@ def _unwrap_hook_result(grad: Any, dual: Spec | None) -> Any:
         raise ShapeError(
             f"a hook on a tensor of shape {list(dual.shape)} returned a gradient of shape "
             f"{list(grad.shape)}: return one of the tensor's shape, or None"
+            + ". A plain tensor counts as the full gradient, the same on every rank"
+            * (not isinstance(grad, GlobalTensor))
         )
     if not isinstance(grad, GlobalTensor):
         grad = replicated_grad(grad, dual.placement, "the gradient that a hook returned")

@@ -12,6 +12,7 @@ from typing import TextIO
 
 import torch
 import torch.distributed as dist
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from .._base.terminal import in_colour
 from ..boxing.explain import BoxingExplanation
@@ -63,7 +64,7 @@ def visualize_sharding(
     ...     model = torch.nn.Linear(3, 8)
     >>> model = flow.parallelize(model, flow.placement("meta", [0]), "fsdp")
     >>> visualize_sharding(model)
-    Linear: 2 parameters and buffers on meta [0]; the last column has the shape that a rank holds
+    Linear: 2 parameters and buffers, on meta [0]; the last column has the shape that a rank holds
       weight  f32[8, 3]  S(0)  [8, 3]
       bias    f32[8]     S(0)  [8]
     """  # noqa: E501
@@ -84,7 +85,9 @@ def _table_of_module(module: torch.nn.Module) -> str:
     rows = []
     for name, t in tensors:
         if (spec := specs.get(name)) is None:
-            rows.append((name, repr(_described(t)).rpartition(" ")[0], "plain", ""))
+            lazy = isinstance(t, (UninitializedParameter, UninitializedBuffer))
+            kind = "no shape yet" if lazy else repr(_described(t)).rpartition(" ")[0]
+            rows.append((name, kind, "plain", ""))
             continue
         kind, _, sbp = repr(spec).partition("] ")
         ranks = spec.placement.flat  # the first holds the largest shard, the last the smallest
@@ -96,8 +99,12 @@ def _table_of_module(module: torch.nn.Module) -> str:
         rows.append((name, f"{kind}]", sbp, held))
     widths = [max((len(row[k]) for row in rows), default=0) for k in range(3)]
     head = f"{type(module).__name__}: {len(tensors)} parameters and buffers"
+    if plain := len(tensors) - len(specs):
+        head += f", {plain} of them plain"
     if len(places) == 1:
-        head += f" on {_place(places[0])}; the last column has the shape that a rank holds"
+        head += f", on {_place(places[0])}"
+    if places:
+        head += "; the last column has the shape that a rank holds"
     lines = [
         "  " + "  ".join(cell.ljust(w) for cell, w in zip(row, (*widths, 0), strict=True)).rstrip()
         for row in rows

@@ -46,11 +46,12 @@ _ALWAYS_CHECKED = 16
 _MAX_PLACES = 1 << 14
 # Number of a tensor's elements that an error shows.
 _SHOWN = 3
-# Size in bytes up to which the digest of a recorded tensor covers the order of all elements.
-_IN_ORDER = 1 << 15
-# Of a larger tensor: the size in bytes of the chunks that are summed, the number of words of a
-# chunk that are also read in order, and the number of chunks up to which all are summed (32 MiB).
-_CHUNK, _SAMPLED, _MAX_CHUNKS = 1 << 15, 32, 1 << 10
+# Size in bytes of the chunks that are summed for the digest of a recorded tensor. The digest of a
+# tensor of one chunk covers all of its values by itself.
+_CHUNK = 1 << 15
+# The most bytes that one such digest reads.
+_MAX_READ = 1 << 23
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
 class Comparisons:
@@ -175,9 +176,11 @@ def promote_plain_tensor(
 def replicated_grad(tensor: torch.Tensor, placement: Placement, purpose: str) -> GlobalTensor:
     """Return the broadcast global tensor of a plain one that a program gives as a gradient.
 
-    Collective. Raises DivergenceError or KindError, on every rank, as `promote_plain_tensor`.
+    A sparse one becomes dense. Collective. Raises DivergenceError or KindError, on every rank, as
+    `promote_plain_tensor`.
     """
     spec = operand_spec(tensor, placement, purpose)
+    tensor = _dense(tensor)
     return GlobalTensor.wrap(promote_plain_tensor(tensor, spec, purpose), spec)
 
 
@@ -224,7 +227,7 @@ def record_replicated(
     if not history.records:
         return
     with torch.no_grad(), torch_private.unobserved():
-        code, first = _quick_digest(tensor)
+        code, first = _quick_digest(_in_memory(tensor), history.plain_count)
     frame = user_frame()
     file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
     history.record_plain(
@@ -242,33 +245,48 @@ def record_replicated(
     )
 
 
-def _quick_digest(tensor: torch.Tensor) -> tuple[int, bytes]:
-    """Return a digest of a tensor's values, the same on every rank, and its first elements.
+def _quick_digest(tensor: torch.Tensor, turn: int) -> tuple[int, bytes]:
+    """Return a digest of a tensor's values and their order, and its first elements.
 
-    A checksum of 32 KiB takes 15 us. Of a larger tensor chunks of 32 KiB are summed as integers,
-    which is ten times as fast, and the digest is one of the sums: it covers the order of chunks,
-    and of one element in a few. Of a tensor of many chunks only some are summed.
+    Both are the same on every rank that holds the same values, in any memory layout. A checksum of
+    32 KiB takes 15 us. Of a larger tensor, chunks of 32 KiB are summed as integers, by chunk and
+    by position in the chunk, which takes a third of the time, and the checksum is one of the sums.
+    Of a tensor of more than 8 MiB only some rows are read, others at each ``turn``.
     """
-    size = tensor.nbytes
-    if size > _IN_ORDER:
-        for dim, stride in enumerate(tensor.stride()):
-            if stride == 0:  # expanded: all slices are one
-                tensor = tensor.narrow(dim, 0, 1)
-    elif tensor.is_contiguous() and size and not (tensor.is_conj() or tensor.is_neg()):
-        contents = ctypes.string_at(tensor.data_ptr(), size)  # a quarter of the time of numpy()
-        return zlib.crc32(contents), contents[: _SHOWN * tensor.element_size()]
+    size, element = tensor.nbytes, tensor.element_size()
+    if size <= _CHUNK and type(tensor) in _ORDINARY and tensor.is_contiguous():
+        special = tensor.is_conj() or tensor.is_neg()
+        if not special and (address := tensor.data_ptr()):
+            contents = ctypes.string_at(address, size)  # a quarter of the time of numpy()
+            return zlib.crc32(contents), contents[: _SHOWN * element]
+    first = (
+        as_bytes(flatten(tensor[(0,) * (tensor.dim() - 1)][:_SHOWN])) if tensor.numel() else None
+    )
+    if size > _MAX_READ:
+        tensor = _some_rows(tensor, -(-size // _MAX_READ), turn)
     flat = flatten(tensor)
-    if not flat.numel():
+    if first is None:
         return 0, b""
     memory = as_bytes(flat).numpy()
-    first = memory[: _SHOWN * tensor.element_size()].tobytes()
-    if memory.size <= _IN_ORDER:
-        return zlib.crc32(memory), first
     whole = memory.size // _CHUNK * _CHUNK
-    chunks = memory[:whole].view(np.int64).reshape(-1, _CHUNK // 8)
-    chunks = chunks[:: 1 + len(chunks) // _MAX_CHUNKS]
-    code = zlib.crc32(np.ascontiguousarray(chunks[:, :: _CHUNK // 8 // _SAMPLED]))
-    return zlib.crc32(memory[whole:], zlib.crc32(chunks.sum(1), code)), first
+    code = zlib.crc32(memory[whole:])
+    if whole:
+        chunks = memory[:whole].view(np.int64).reshape(-1, _CHUNK // 8)
+        code = zlib.crc32(chunks.sum(0), zlib.crc32(chunks.sum(1), code))
+    return code, first.numpy().tobytes()
+
+
+def _some_rows(tensor: torch.Tensor, blocks: int, turn: int) -> torch.Tensor:
+    """Return one of ``blocks`` blocks of a tensor, another one at each turn.
+
+    They are blocks of its first dim that has as many slices.
+    """
+    dim = next((d for d, n in enumerate(tensor.shape) if n >= blocks), None)
+    if dim is None:
+        return tensor
+    length = -(-tensor.shape[dim] // blocks)
+    start = min(turn % blocks * length, tensor.shape[dim] - length)
+    return tensor.narrow(dim, start, length)
 
 
 def comparison_due(place: Any) -> bool:
@@ -293,7 +311,9 @@ def compare_replicated(tensor: torch.Tensor, ranks: Sequence[int], purpose: str)
         return
     with torch.no_grad(), torch_private.unobserved():
         digest, text = (
-            _digest_and_text(tensor) if kind is None else _digest_and_text_of_kind(tensor, kind)
+            _digest_and_text(_in_memory(tensor))
+            if kind is None
+            else _digest_and_text_of_kind(tensor, kind)
         )
     world().comm(tuple(sorted(ranks))).compare_plain(digest, text, purpose, kind)
 
@@ -331,10 +351,15 @@ def _as_number(code: bytes) -> torch.Tensor:
 def _digest_and_text(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
     """Return a digest [1] of a tensor's shape, dtype and values, and a text that shows them."""
     code = content_digest(tensor)
-    text = plain_text(tensor.dtype, tensor.shape, flatten(tensor)[:_SHOWN], code.hex())
+    text = plain_text(tensor.dtype, tensor.shape, flatten(tensor)[:_SHOWN].tolist(), code.hex())
     if isinstance(tensor, torch.nn.Parameter):
         text = f"{PARAMETER} {text}"
     return _as_number(code), text
+
+
+def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with memory: zeros of forward derivatives may have none."""
+    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:

@@ -190,8 +190,8 @@ class StorageHandle:
         if name == "_new_shared":  # torch's collate function, in a worker of a DataLoader
             raise InterfaceError(
                 "a worker of a DataLoader, which is no rank, puts global tensors together: let the "
-                "dataset hold plain tensors, such as x.numpy() (on every rank, before the loop), "
-                "or take num_workers=0"
+                "dataset hold the values, x.numpy() (on every rank, before the loop), or take "
+                "num_workers=0"
             )
         raise InterfaceError(refusal(f"{name} of a storage", self._spec))
 

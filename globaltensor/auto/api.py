@@ -355,8 +355,11 @@ def calls_of(
     if isinstance(model, Graph):
         return captured_calls(model, args, kwargs, device)[1]
     if isinstance(model, torch.nn.Module):
-        _check_arguments(model, args, kwargs or {})
-        return calls_of_model(model, args, kwargs, device)
+        try:
+            return calls_of_model(model, args, kwargs, device)
+        except TypeError:
+            _check_arguments(model, args, kwargs or {})
+            raise
     raise PlanError(
         f"flow.auto.plan wants a torch.nn.Module or an nn.Graph, got {type(model).__name__}"
     )
@@ -365,7 +368,7 @@ def calls_of(
 def _check_arguments(
     model: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise PlanError if forward does not take these arguments."""
+    """Raise PlanError if a call of the model has failed because of its arguments."""
     try:
         takes = inspect.signature(model.forward)
     except (TypeError, ValueError):  # a function of C without a signature

@@ -74,7 +74,7 @@ _PLAIN_ADVICE: Final = (
     "the ranks along the first axis have rows of their own"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
-_MAX_PLAIN_USES: Final = 64  # saved, for reports
+_MAX_PLAIN_USES: Final = 256  # saved, for reports
 # The count in the name of a graph, which may differ by rank.
 _COUNTER: Final = re.compile(r"_\d+\b")
 _SHOWN: Final = 160  # characters of an operation that an error shows
@@ -95,7 +95,12 @@ class PlainUse(NamedTuple):
 
     def described(self) -> list[Any]:
         """Return the serial, and the purpose, the values and the line as texts."""
-        values = torch.frombuffer(bytearray(self.first), dtype=self.dtype) if self.first else []
+        values: Any = []
+        if self.first:
+            try:
+                values = torch.frombuffer(bytearray(self.first), dtype=self.dtype).tolist()
+            except (NotImplementedError, RuntimeError, ValueError):  # a dtype without such values
+                values = [self.first.hex()]
         return [
             self.before,
             self.purpose,
@@ -105,9 +110,9 @@ class PlainUse(NamedTuple):
         ]
 
 
-def plain_text(dtype: torch.dtype, shape: Sequence[int], first: Any, digest: str) -> str:
+def plain_text(dtype: torch.dtype, shape: Sequence[int], first: Sequence[Any], digest: str) -> str:
     """Return the text by which errors show a plain tensor. ``first`` are its first elements."""
-    values = [n.item() for n in first]
+    values = list(first)
     numbers = ", ".join(f"{n:.6g}" if isinstance(n, float) else str(n) for n in values)
     more = ", ..." if len(values) < torch.Size(shape).numel() else ""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} of [{numbers}{more}], digest {digest}"
@@ -123,7 +128,8 @@ class History:
     """
 
     __slots__ = (
-        "codes", "grad_enabled", "operations", "plain_uses", "ranks", "records", "serial"
+        "codes", "grad_enabled", "operations", "plain_count", "plain_uses", "ranks", "records",
+        "serial",
     )  # fmt: skip
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -138,6 +144,7 @@ class History:
         self.operations: OrderedDict[bytes, str] = OrderedDict()
         #: The last uses of plain tensors that `record_plain` added.
         self.plain_uses: deque[PlainUse] = deque(maxlen=_MAX_PLAIN_USES)
+        self.plain_count = 0
         #: What `code_of` has returned.
         self.codes: dict[tuple[str, Any], bytes] = {}
 
@@ -149,6 +156,7 @@ class History:
     def record_plain(self, use: PlainUse) -> None:
         """Add a use of a plain tensor, so that ranks whose values differ diverge."""
         self.plain_uses.append(use)
+        self.plain_count += 1
         self.serial = hash((self.serial, use.code))
 
     def record_grad_mode(self, enabled: bool) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable
 from typing import Any, Final
@@ -19,9 +20,10 @@ from .._base import torch_private
 from .._base.patches import patch
 from .._base.user_code import user_line
 from ..errors import GlobalTensorError, WorldError
+from .cluster_env import detect
 from .replicated_results import ADDING, noted, refuse_replicated
 from .watchdog import CONNECTION_CLOSED, current
-from .world import running
+from .world import refuse_child_of_rank, running, unmark_process
 
 __all__ = ["install", "watched"]
 
@@ -84,22 +86,44 @@ def agreeing(start: Callable[..., None]) -> Callable[..., None]:
     """Return torch's ``init_process_group`` as a script may call it after this library's start.
 
     `flow.placement.all` starts the process group. A call after it, such as a script for DDP has,
-    then only has to ask for the same: torch raises an error.
+    then only has to ask for the same: torch raises an error. In a process that a rank has started
+    the call would wait for the other ranks until the timeout: WorldError.
     """
+    parameters = inspect.signature(start).parameters
 
     @functools.wraps(start)
     def call(*args: Any, **kwargs: Any) -> None:
-        if torch.distributed.is_initialized() and getattr(running(), "owned", False):
-            from .process_groups import init_process_group
+        if torch.distributed.is_initialized():
+            if getattr(running(), "owned", False):
+                from .process_groups import init_process_group
 
-            return init_process_group(*args, **kwargs)
+                return init_process_group(*args, **kwargs)
+        else:
+            given = dict(zip(parameters, args, strict=False)) | kwargs
+            by_variables = given.get("init_method") in (None, "env://") and not given.get("store")
+            place = detect(os.environ) if by_variables else None
+            if place is not None and place.world_size > 1:
+                refuse_child_of_rank(place)
         return start(*args, **kwargs)
 
     return call
 
 
+def leaving(end: Callable[..., None]) -> Callable[..., None]:
+    """Return torch's ``destroy_process_group``: the processes that follow may be ranks."""
+
+    @functools.wraps(end)
+    def call(*args: Any, **kwargs: Any) -> None:
+        end(*args, **kwargs)
+        if not torch.distributed.is_initialized():
+            unmark_process()
+
+    return call
+
+
 def install() -> None:
-    """Put these checks before the collectives of torch.distributed."""
+    """Put these checks before the functions of torch.distributed."""
     torch_private.wrap_collectives([*dict.fromkeys([*_SYMMETRIC, *ADDING])], watched)
     for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{home}:init_process_group", agreeing)
+        patch(f"{home}:destroy_process_group", leaving)

@@ -38,11 +38,13 @@ from .world_base import World, forget_derived
 __all__ = [
     "await_all_ranks",
     "placeholder",
+    "refuse_child_of_rank",
     "reset_world",
     "running",
     "sent",
     "set_world",
     "timeout",
+    "unmark_process",
     "world",
 ]
 
@@ -340,7 +342,7 @@ def reset_world() -> None:
     The process group is destroyed if the world had created it.
     """
     this_world, _Current.world = _Current.world, None
-    os.environ.pop(_RANK_PROCESS, None)
+    unmark_process()
     if this_world is not None:
         this_world.close()
         forget_derived(this_world)
@@ -384,13 +386,14 @@ def _start() -> World:
         if place is None or (place.rank, place.world_size) != (rank, size):
             # The group is the user's own. The number of nodes is unknown, so one is assumed.
             return ProcessWorld(rank, size, rank, 1, owned=False)
+        _mark_process(place)
         return ProcessWorld(rank, size, place.local_rank, place.nodes, owned=False)
     if place is None:
         return ProcessWorld(0, 1, 0, 1, owned=False)
     if place.world_size > 1:
-        _refuse_child_of_rank(place)
+        refuse_child_of_rank(place)
         _join(place)
-        os.environ[_RANK_PROCESS] = f"{os.getpid()} {_identity(place)}"
+        _mark_process(place)
     this_world = ProcessWorld(
         place.rank, place.world_size, place.local_rank, place.nodes, owned=place.world_size > 1
     )
@@ -444,7 +447,18 @@ def _identity(place: Detected) -> str:
     return f"{place.rank} {place.world_size} {place.meeting}"
 
 
-def _refuse_child_of_rank(place: Detected) -> None:
+def _mark_process(place: Detected) -> None:
+    """Note that this process is a rank, for the processes that it starts."""
+    if place.world_size > 1:
+        os.environ[_RANK_PROCESS] = f"{os.getpid()} {_identity(place)}"
+
+
+def unmark_process() -> None:
+    """Take back the note that this process is a rank. It has left the others."""
+    os.environ.pop(_RANK_PROCESS, None)
+
+
+def refuse_child_of_rank(place: Detected) -> None:
     """Raise WorldError in a process that a rank has started, and that has the rank's variables.
 
     It would join as a second process of that rank, and wait for the others until the timeout.

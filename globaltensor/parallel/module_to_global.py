@@ -7,7 +7,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,12 +64,13 @@ def sbp_for(choice: SbpChoice, path: str, tensor: torch.Tensor, axes: int) -> li
     ]
 
 
-def _warn_of_misspelt(patterns: Iterable[str], paths: Sequence[str]) -> None:
+def _warn_of_misspelt(patterns: Collection[str], paths: Sequence[str]) -> None:
     """Warn of patterns that match nothing because a name in them is misspelt.
 
     Other patterns may match nothing: a table of patterns may serve several models.
     """
     known = {name for path in paths for name in path.split(".")}
+    named = [pattern for pattern in patterns if pattern != "*"]
     for pattern in patterns:
         if any(fnmatch.fnmatchcase(path, pattern) for path in paths):
             continue
@@ -77,8 +78,12 @@ def _warn_of_misspelt(patterns: Iterable[str], paths: Sequence[str]) -> None:
         for i, part in enumerate(parts):
             name = part.strip("*")
             near = difflib.get_close_matches(name, known, 1, 0.7)
-            if near and name not in known:
-                right = ".".join((*parts[:i], part.replace(name, near[0]), *parts[i + 1 :]))
+            if not near or name in known or name.isdigit():
+                continue
+            right = ".".join((*parts[:i], part.replace(name, near[0]), *parts[i + 1 :]))
+            meant = [path for path in paths if fnmatch.fnmatchcase(path, right)]
+            # those that another pattern matches are not left out
+            if any(not any(fnmatch.fnmatchcase(path, p) for p in named) for path in meant):
                 warn_user(
                     f"the pattern {pattern!r} matches no parameter or buffer: did you mean "
                     f"{right!r}?"

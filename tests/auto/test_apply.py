@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -194,6 +195,16 @@ def test_a_plan_of_a_model_with_a_recurrent_layer(kind: str, tmp_path: Path) -> 
 
     for got in simulate(2, run):
         torch.testing.assert_close(got, want.detach())
+
+
+def test_a_wrapped_forward_may_take_other_arguments_than_it_says() -> None:
+    class Scaled(nn.Linear):
+        @functools.wraps(nn.Bilinear.forward)
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    model = Scaled(4, 4)
+    assert list(flow.auto.plan(model, torch.empty(8, 4), CLUSTER, mesh=(2,)).parameters)
 
 
 def test_inputs_that_forward_does_not_take_are_told() -> None:

@@ -157,6 +157,13 @@ own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
 done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, env=own)
 assert (done.returncode, done.stdout) == (0, "1\\n"), done
 assert x.sum().item() == 66
+import torch.distributed as dist
+child = "import torch.distributed as d, globaltensor; d.init_process_group('gloo')"
+done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=40)
+assert done.returncode == 1 and text in done.stderr, done.stderr
+dist.barrier()
+dist.destroy_process_group()  # the next processes may be the ranks
+assert "_GLOBALTENSOR_RANK_PROCESS" not in os.environ
 """
 
 
@@ -181,7 +188,7 @@ def test_a_worker_of_a_loader_that_returns_global_tensors_is_told(tmp_path: Path
     for code, said in ran(tmp_path, WORKERS):
         assert code == 1
         assert "a worker of a DataLoader, which is no rank" in said
-        assert "let the dataset hold plain tensors" in said
+        assert "let the dataset hold the values, x.numpy()" in said
 
 
 MISMATCH = """

@@ -543,6 +543,7 @@ def test_a_misspelt_pattern_is_told(way: str, pattern: str, near: str) -> None:
 def test_a_table_of_patterns_may_serve_several_models() -> None:
     model, place = nn.Sequential(nn.Linear(2, 2)), flow.placement("cpu", [0])
     table = {"*.up.bias": S(0), "*in_proj_*": S(0), "1.weight": S(0), "*.weight": S(0), "*": B}
+    table |= {"*.weigh_scale": S(0), "100.weight": S(0), "*.wei": S(0)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flow.parallelize(model, place, table)

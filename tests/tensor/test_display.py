@@ -205,7 +205,9 @@ def test_a_tensor_is_shown_in_a_notebook_without_its_values() -> None:
 def test_a_module_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> None:
     def show() -> None:
         with torch.device("meta"):
-            model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3))
+            model = torch.nn.Sequential(
+                torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3), torch.nn.LazyLinear(2)
+            )
         flow.parallelize(model[0], flow.placement("meta", [0, 1]), "fsdp")
         flow.visualize_sharding(model)
 
@@ -213,14 +215,17 @@ def test_a_module_is_shown_as_a_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert (
         capsys.readouterr().out
         == """\
-Sequential: 7 parameters and buffers on meta [0, 1]; the last column has the shape that a rank holds
-  0.weight               f32[3, 6]  S(1)   [3, 3]
-  0.bias                 f32[3]     S(0)   [2] at most
-  1.weight               f32[3]     plain
-  1.bias                 f32[3]     plain
-  1.running_mean         f32[3]     plain
-  1.running_var          f32[3]     plain
-  1.num_batches_tracked  i64[]      plain
+Sequential: 9 parameters and buffers, 7 of them plain, on meta [0, 1]; the last column has the \
+shape that a rank holds
+  0.weight               f32[3, 6]     S(1)   [3, 3]
+  0.bias                 f32[3]        S(0)   [2] at most
+  1.weight               f32[3]        plain
+  1.bias                 f32[3]        plain
+  2.weight               no shape yet  plain
+  2.bias                 no shape yet  plain
+  1.running_mean         f32[3]        plain
+  1.running_var          f32[3]        plain
+  1.num_batches_tracked  i64[]         plain
 """
     )
 

@@ -332,6 +332,8 @@ def test_plain_tensors_as_gradients() -> None:
         for got, want in zip(ours, plain, strict=True):
             same(got.grad, want.grad)
             assert got.grad.sbp == got.sbp
+            got.grad = torch.eye(*got.shape).double().to_sparse()
+            same(got.grad, torch.eye(*got.shape).double())
     x = leaf(values(4, 3), S(0))
     with pytest.raises(DivergenceError, match=r"different values for a gradient given to \.grad"):
         x.grad = torch.full((4, 3), float(flow.env.get_rank())).double()

@@ -61,13 +61,14 @@ def model() -> nn.Module:
     return net
 
 
-# PyTorch warns of the cycle between parameters and gradients, which this test needs. The ranks are
-# threads, so catch_warnings inside them would be a race.
-@pytest.mark.filterwarnings("ignore:Using backward")
 @on()
 def test_gradients_with_a_graph_are_set_to_zero() -> None:
     """``zero_grad(set_to_none=False)`` after ``create_graph=True`` detaches gradients in place,
     which is forbidden for views."""
+
+    # PyTorch warns of the cycle between parameters and gradients, which this test needs. The ranks
+    # may be threads, among which catch_warnings would be a race.
+    warnings.filterwarnings("ignore", message="Using backward")
 
     def trained(net: nn.Module, foreach: bool, penalty: bool) -> list[Tensor]:
         optimizer = torch.optim.SGD(net.parameters(), lr=0.01, foreach=foreach)

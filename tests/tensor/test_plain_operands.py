@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as fc
+import torch.nn.functional as F
 from support.pool import run_on
 from support.refused import refused
 from support.rows import line, rows, same_on_all
@@ -14,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import globaltensor as flow
+from globaltensor._tensor.plain_operands import _quick_digest
 from globaltensor.distributed.simulate import simulate
 from globaltensor.distributed.world import world
 from globaltensor.errors import DivergenceError
@@ -258,6 +262,74 @@ def one_late_use(way: str, calls: int = 100) -> list[str]:
 @pytest.mark.parametrize("way", ["function", "parameter", "graph"])
 def test_a_single_late_use_that_differs_is_found(way: str) -> None:
     same_on_all(run_on(2, one_late_use, way))
+
+
+def equal_values_in_other_memory() -> None:
+    """Check that the memory layout of equal plain tensors does not matter, nor what they hold
+    besides: results of functional collectives, and tensors of zeros without memory."""
+    rank, x = flow.env.get_rank(), rows()
+    wide = {n: torch.zeros(n).to_global(line(), B) for n in (3, 20_000)}  # type: ignore[attr-defined]
+    table = torch.arange(20_000.0).view(100, 200)
+    turned = table.t().contiguous().t() if rank else table
+    conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
+    for _ in range(40):
+        for n, one in wide.items():
+            one + (torch.ones(n) if rank else torch.ones(1).expand(n))
+        wide[20_000].view(100, 200) * turned
+        wide[3] * (conjugate if rank else conjugate.resolve_conj())
+        wide[3] + torch._efficientzerotensor(3)
+        wide[3] + fc.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+        for dtype in (torch.bool, torch.bfloat16, torch.uint8, torch.float8_e4m3fn):
+            wide[3].to(dtype).copy_(torch.ones(3).to(dtype))
+        wide[3] + torch.full((3,), float("nan"))
+        wide[3] * torch.ones(())
+        wide[3][:0] * torch.ones(0)
+    assert x.sum().item() == 66.0
+
+
+def test_plain_tensors_with_equal_values_are_equal() -> None:
+    run_on(2, equal_values_in_other_memory)
+
+
+def changed(change: str, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor of more than one chunk, and one with a small difference."""
+    draw = torch.Generator().manual_seed(seed)
+    if change == "one label of one-hot rows":
+        labels = torch.randint(1000, (128,), generator=draw)
+        other = labels.clone()
+        other[seed % 128] = (labels[seed % 128] + 1 + seed) % 1000
+        return F.one_hot(labels, 1000).float(), F.one_hot(other, 1000).float()
+    if change == "two rows change places":
+        x = torch.randn(256, 64, generator=draw)
+        a, b = torch.randperm(256, generator=draw)[:2].tolist()
+    else:
+        x = torch.arange(8192)
+        a, b = torch.randperm(8192, generator=draw)[:2].tolist()
+    other = x.clone()
+    other[a], other[b] = x[b], x[a]
+    return x, other
+
+
+@pytest.mark.parametrize(
+    "change", ["one label of one-hot rows", "two rows change places", "two numbers change places"]
+)
+def test_digests_of_large_tensors_show_small_differences(change: str) -> None:
+    for seed in range(200):
+        one, other = changed(change, seed)
+        assert _quick_digest(one, 0)[0] != _quick_digest(other, 0)[0], seed
+
+
+@pytest.mark.parametrize("shape", [(1024, 2048), (4096, 2049), (3, 4096 * 2048), (9_000_001,)])
+def test_digests_of_very_large_tensors_read_every_row_in_turn(shape: tuple[int, ...]) -> None:
+    """Up to 8 MiB all is read, above some rows at each use."""
+    x = torch.zeros(shape)
+    other = x.clone()
+    other.view(-1)[-1] = 1
+    turns = -(-x.nbytes // (1 << 23))
+    found = [_quick_digest(x, i)[0] != _quick_digest(other, i)[0] for i in range(2 * turns)]
+    assert any(found[:turns]), found
+    assert found[turns:] == found[:turns]
+    assert _quick_digest(x.to(torch.bool), 0)[1] == b"\0\0\0"
 
 
 def ranks_outside() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from types import CodeType
 
 import torch
@@ -35,17 +36,23 @@ CAUSAL_CHECK: CodeType | None = getattr(
 )
 
 
-def refresh_weights(module: torch.nn.Module) -> None:
+def refresh_weights(module: torch.nn.Module, flatten: bool = True) -> None:
     """Rebuild a recurrent layer's list of weights after its parameters were replaced.
 
     Such a layer keeps its weights in a list as well as in its parameters, with weak references by
     which it recognizes them. The layer rebuilds list and references itself in forward the same way
-    (torch 2.11: `RNNBase._init_flat_weights`). A capture does not see this: it would take the
-    weights, whose dtype the layer asks for, for inputs of the graph.
+    (torch 2.11: `RNNBase._init_flat_weights`). ``flatten``: also move the weights into one block of
+    memory, for which the layer asks for their dtype and address. A capture would take them for
+    inputs of the graph.
     """
-    if isinstance(module, torch.nn.RNNBase):
-        with torch._C.DisableTorchFunction():
-            module._init_flat_weights()
+    if not isinstance(module, torch.nn.RNNBase):
+        return
+    if flatten:
+        module._init_flat_weights()
+        return
+    weights = [getattr(module, name, None) for name in module._flat_weights_names]
+    module._flat_weights = weights
+    module._flat_weight_refs = [None if w is None else weakref.ref(w) for w in weights]
 
 
 #: The attributes of a recurrent layer that it derives from its parameters (`refresh_weights`). A

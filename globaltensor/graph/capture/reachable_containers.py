@@ -176,9 +176,13 @@ class Containers:
         if bounded and len(items(held)) > _MAX_ENTRIES:
             return []
         if isinstance(value, torch.nn.Module):
-            skipped = _OF_EVERY_MODULE.union(torch_private.DERIVED_FROM_PARAMETERS)
+            skipped = _OF_EVERY_MODULE
         elif not bounded:
-            skipped = (*_OWN, *torch_private.DERIVED_FROM_PARAMETERS)
+            skipped = _OWN
+        if (
+            isinstance(held, dict) and "_flat_weights_names" in held
+        ):  # the attributes of a recurrent layer
+            skipped = {*skipped, *torch_private.DERIVED_FROM_PARAMETERS}
         container = self.found[id(held)] = TensorContainer(path, held, skipped, None, origin)
         entries = _children(container, bounded)
         kinds: tuple[type, ...] = ()  # the methods of classes refer to variables

@@ -228,5 +228,5 @@ def _restore_module(
                     "shape), or keep the value as an input and an output of the graph"
                 )
             writes.append((old, new))
-    torch_private.refresh_weights(part)
+    torch_private.refresh_weights(part, flatten=False)
     return writes  # type: ignore[return-value]
