@@ -216,7 +216,11 @@ def record_replicated(
     compares. Only ordinary tensors in CPU memory are recorded: elsewhere reading the values would
     make the program wait.
     """
-    if tensor.device.type != "cpu" or kind_of(tensor) is not None or torch_private.is_fake(tensor):
+    if (
+        tensor.device.type != "cpu"
+        or kind_of(tensor) is not None
+        or (type(tensor) not in _ORDINARY and torch_private.is_fake(tensor))
+    ):
         return
     this_world = world()
     history = (
@@ -226,8 +230,7 @@ def record_replicated(
     )
     if not history.records:
         return
-    with torch.no_grad(), torch_private.unobserved():
-        code, first = _quick_digest(_in_memory(tensor), history.plain_count)
+    code, first = _quick_digest(tensor, history.plain_count)
     frame = user_frame()
     file, line = (frame.f_code.co_filename, frame.f_lineno) if frame is not None else ("", 0)
     history.record_plain(
@@ -259,21 +262,23 @@ def _quick_digest(tensor: torch.Tensor, turn: int) -> tuple[int, bytes]:
         if not special and (address := tensor.data_ptr()):
             contents = ctypes.string_at(address, size)  # a quarter of the time of numpy()
             return zlib.crc32(contents), contents[: _SHOWN * element]
-    first = (
-        as_bytes(flatten(tensor[(0,) * (tensor.dim() - 1)][:_SHOWN])) if tensor.numel() else None
-    )
-    if size > _MAX_READ:
-        tensor = _some_rows(tensor, -(-size // _MAX_READ), turn)
-    flat = flatten(tensor)
-    if first is None:
-        return 0, b""
-    memory = as_bytes(flat).numpy()
+    with torch.no_grad(), torch_private.unobserved():
+        tensor = _in_memory(tensor)
+        if size > _MAX_READ:
+            first = tensor[(0,) * (tensor.dim() - 1)][:_SHOWN]
+            flat = flatten(_some_rows(tensor, -(-size // _MAX_READ), turn))
+        else:
+            flat = flatten(tensor)
+            first = flat[:_SHOWN]
+        if not flat.numel():
+            return 0, b""
+        memory, shown = as_bytes(flat).numpy(), as_bytes(flatten(first)).numpy().tobytes()
     whole = memory.size // _CHUNK * _CHUNK
     code = zlib.crc32(memory[whole:])
     if whole:
         chunks = memory[:whole].view(np.int64).reshape(-1, _CHUNK // 8)
         code = zlib.crc32(chunks.sum(0), zlib.crc32(chunks.sum(1), code))
-    return code, first.numpy().tobytes()
+    return code, shown
 
 
 def _some_rows(tensor: torch.Tensor, blocks: int, turn: int) -> torch.Tensor:

@@ -278,7 +278,8 @@ def equal_values_in_other_memory() -> None:
         wide[20_000].view(100, 200) * turned
         wide[3] * (conjugate if rank else conjugate.resolve_conj())
         wide[3] + torch._efficientzerotensor(3)
-        wide[3] + fc.all_reduce(torch.ones(3), "sum", dist.group.WORLD)
+        for shape in ((3,), ()):
+            wide[3] + fc.all_reduce(torch.ones(shape), "sum", dist.group.WORLD)
         for dtype in (torch.bool, torch.bfloat16, torch.uint8, torch.float8_e4m3fn):
             wide[3].to(dtype).copy_(torch.ones(3).to(dtype))
         wide[3] + torch.full((3,), float("nan"))
