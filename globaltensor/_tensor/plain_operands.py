@@ -364,7 +364,7 @@ def _digest_and_text(tensor: torch.Tensor) -> tuple[torch.Tensor, str]:
 
 def _in_memory(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor with memory: zeros of forward derivatives may have none."""
-    return torch.zeros_like(tensor) if tensor._is_zerotensor() else tensor
+    return torch.zeros_like(tensor) if torch_private.is_zero_tensor(tensor) else tensor
 
 
 def content_digest(tensor: torch.Tensor) -> bytes:
