@@ -1,8 +1,9 @@
-"""Collectives of torch.distributed that a program calls: what is checked before and during them.
+"""Functions of torch.distributed that a program calls: what is checked before and during them.
 
 They refuse to add up values that every rank holds in full (`replicated_results`). And the watchdog
 of the rank (`watchdog`) knows when the program is in one: a rank that runs an operation on global
 tensors alone, before a barrier of all ranks, waits for the others, and they wait for it.
+The start and the end of the process group are wrapped too (`agreeing`, `leaving`).
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ def agreeing(start: Callable[..., None]) -> Callable[..., None]:
     """Return torch's ``init_process_group`` as a script may call it after this library's start.
 
     `flow.placement.all` starts the process group. A call after it, such as a script for DDP has,
-    then only has to ask for the same: torch raises an error. In a process that a rank has started
-    the call would wait for the other ranks until the timeout: WorldError.
+    then only has to ask for the same. (torch itself refuses a second call.) Raises WorldError in a
+    process that a rank has started: there the call would wait for the others until the timeout.
     """
     parameters = inspect.signature(start).parameters
 
