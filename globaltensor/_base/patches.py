@@ -192,10 +192,18 @@ TABLE: tuple[Patch, ...] = (
     ),
     *(
         Patch(f"{home}:{name}", "torch 2.11", "ranks that wait for each other would wait for long")
-        for name in ("barrier", "monitored_barrier")
+        for name in (
+            "barrier",
+            "monitored_barrier",
+            "new_group",
+            "broadcast",
+            "scatter",
+            "all_to_all",
+            "all_to_all_single",
+        )
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")
     ),
-    # All of these but `reduce` and `gather` are patched for the reason of the barriers too.
+    # All of these are patched for the reason of the barriers too.
     *(
         Patch(f"{home}:{name}", "torch 2.11", _COUNTED_TWICE)
         for name in (

@@ -28,11 +28,11 @@ from .world import refuse_child_of_rank, running, unmark_process
 
 __all__ = ["install", "watched"]
 
-#: Collectives that end on all ranks at about the same time. Others, such as a broadcast, may keep
-#: some ranks long after they have ended on one.
-_SYMMETRIC: Final = (
-    "barrier", "monitored_barrier", "all_reduce", "all_gather", "all_gather_into_tensor",
-    "reduce_scatter", "reduce_scatter_tensor",
+#: The collectives that the watchdog knows.
+_WATCHED: Final = (
+    "barrier", "monitored_barrier", "new_group", "all_reduce", "all_gather",
+    "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "reduce",
+    "gather", "scatter", "all_to_all", "all_to_all_single",
 )  # fmt: skip
 _thread: Final = threading.get_ident
 
@@ -40,10 +40,11 @@ _thread: Final = threading.get_ident
 def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
     """Return a collective with what is checked before and during it.
 
-    A small one takes 10 us, so nothing is read from the arguments unless there is a reason.
+    A small one takes 10 us, so nothing is read from the arguments unless there is a reason. Where
+    one collective calls another one, the watchdog knows the outer one.
     """
     name = collective.__name__
-    reads, symmetric = ADDING.get(name, ""), name in _SYMMETRIC
+    reads = ADDING.get(name, "")
     parameters = inspect.signature(collective).parameters
     usual = {n: p.default for n, p in parameters.items()}
 
@@ -52,9 +53,11 @@ def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
         if noted and reads:
             given = usual | dict(zip(parameters, args, strict=False)) | kwargs
             refuse_replicated(name, given.get(reads), given.get("op"), given.get("group"))
-        if symmetric:
+        thread, outer = _thread(), current.call
+        inside = outer is not None and outer[0] == thread
+        if not inside:
             current.number += 1
-            current.call = _thread(), name, args, kwargs
+            current.call = thread, name, args, kwargs
         try:
             return collective(*args, **kwargs)
         except RuntimeError as error:
@@ -62,7 +65,8 @@ def watched(collective: Callable[..., Any]) -> Callable[..., Any]:
                 raise
             raise lost from None
         finally:
-            current.call = None
+            if not inside:
+                current.call = None
 
     return call
 
@@ -124,7 +128,7 @@ def leaving(end: Callable[..., None]) -> Callable[..., None]:
 
 def install() -> None:
     """Put these checks before the functions of torch.distributed."""
-    torch_private.wrap_collectives([*dict.fromkeys([*_SYMMETRIC, *ADDING])], watched)
+    torch_private.wrap_collectives([*_WATCHED], watched)
     for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{home}:init_process_group", agreeing)
         patch(f"{home}:destroy_process_group", leaving)

@@ -1,9 +1,10 @@
 """The watchdog of a rank: it finds out that this rank and others wait for each other for ever.
 
-This rank is in an operation on global tensors, and the others are in a collective of
-torch.distributed that the program calls, such as a barrier. Each rank notes in the store of the
-rendezvous that it has been in such a collective for a second. A rank that waits for long reads
-these notes. `user_collectives` calls this module, and so do the backends before they wait.
+Such ranks are in operations on different ranks, or one is in an operation on global tensors, and
+another in a collective of torch.distributed that the program calls, such as a barrier. Each rank
+notes in the store of the rendezvous that it has waited for a second, where, and for which ranks. A
+rank that waits for long reads these notes. `user_collectives` calls this module, and so do the
+backends before they wait.
 """
 
 from __future__ import annotations
@@ -13,14 +14,15 @@ import inspect
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch.distributed as dist
 
+from .._base.pytree import tensors_in
 from .store_liveness import store_answers
 
-__all__ = ["CONNECTION_CLOSED", "BarrierFound", "CurrentCall", "Wait", "Watchdog", "current"]
+__all__ = ["CONNECTION_CLOSED", "CurrentCall", "Deadlock", "Wait", "Watchdog", "current"]
 
 #: The text of gloo where the other end of a connection is gone.
 CONNECTION_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe", re.IGNORECASE)
@@ -35,19 +37,31 @@ _UNCHANGED_SECONDS: Final = 1.0
 # rest of the data that other ranks move.
 _SECONDS: Final = 3.0
 _MOVING_SECONDS: Final = 20.0
+# The same where some of the other ranks are in operations too, among which data may move.
+_PEERS_MOVING_SECONDS: Final = 60.0
+# The bytes of a collective that surely move in a second. A rank may have done its share of a
+# broadcast while others still pass the data on.
+_BYTES_PER_SECOND: Final = 10_000_000
 #: Collectives that move no data.
-_BARRIERS: Final = ("barrier", "monitored_barrier")
+_BARRIERS: Final = ("barrier", "monitored_barrier", "new_group")
+#: Collectives that end on all ranks at about the same time.
+_SYMMETRIC: Final = (
+    *_BARRIERS, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor",
+)  # fmt: skip
+# The name that a note has for an operation on global tensors.
+_OPERATION: Final = "operation"
 
 
-class BarrierFound(RuntimeError):
-    """An error: a rank waits for this one in a collective of torch.distributed.
+class Deadlock(RuntimeError):
+    """An error: this rank and others wait for each other for ever.
 
-    ``rank`` is that rank, and ``collective`` the name of the collective.
+    ``waits`` has the places where other ranks wait: rank -> text.
     """
 
-    def __init__(self, rank: int, collective: str) -> None:
-        super().__init__(f"rank {rank} waits in torch.distributed.{collective}")
-        self.rank, self.collective = rank, collective
+    def __init__(self, waits: Mapping[int, str]) -> None:
+        super().__init__("; ".join(f"rank {rank} waits in {text}" for rank, text in waits.items()))
+        self.waits = dict(waits)
 
 
 class UserCall(NamedTuple):
@@ -58,10 +72,51 @@ class UserCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def group(self) -> Any:
-        """Return the group that the call was given, or None."""
-        at = list(inspect.signature(getattr(dist, self.name)).parameters).index("group")
-        return self.args[at] if len(self.args) > at else self.kwargs.get("group")
+    def members(self) -> list[int]:
+        """Return the ranks that must make this call."""
+        given = inspect.signature(getattr(dist, self.name)).bind(*self.args, **self.kwargs)
+        if given.arguments.get("use_local_synchronization"):  # an argument of new_group
+            return list(given.arguments["ranks"])
+        group = given.arguments.get("group")
+        return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
+
+    def nbytes(self) -> int:
+        """Return the bytes of the tensors that the call was given."""
+        return sum(t.nbytes for t in tensors_in([self.args, self.kwargs], []))
+
+
+class WaitNote(NamedTuple):
+    """A note that a rank leaves in the store while it waits.
+
+    ``number`` counts the rank's waits, ``name`` is that of the collective, ``nbytes`` the size of
+    its tensors, and ``members`` are the ranks that the collective needs.
+    """
+
+    number: int
+    name: str
+    nbytes: int
+    members: tuple[int, ...]
+
+    def text(self) -> str:
+        """Return the note as the store keeps it."""
+        return " ".join(map(str, (self.number, self.name, self.nbytes, *self.members)))
+
+    def of_same_collective(self, other: WaitNote) -> bool:
+        """Return True if another rank's note is on the same collective."""
+        return (self.name, self.members) == (other.name, other.members)
+
+    @staticmethod
+    def read(text: str) -> WaitNote:
+        """Return the note with this text."""
+        number, name, nbytes, *members = text.split()
+        return WaitNote(int(number), name, int(nbytes), tuple(map(int, members)))
+
+    @property
+    def place(self) -> str:
+        """The place where the rank waits, as errors show it."""
+        if self.name == _OPERATION:
+            return f"an operation on global tensors of ranks {list(self.members)}"
+        return f"torch.distributed.{self.name}"
 
 
 class CurrentCall:
@@ -103,11 +158,11 @@ class Wait:
     ) -> None:
         self.peers, self.moving, self.interrupt = peers, moving, interrupt
         self._watchdog, self.number = watchdog, 0
-        self.found: BarrierFound | None = None
+        self.found: Deadlock | None = None
         # Of the thread: the number of the wait that it has looked at, since when that lasts, what
-        # the other ranks have noted, and since when they have.
+        # the ranks have noted, and since when they have.
         self.looked_at, self.since = 0, 0.0
-        self.notes, self.noted_since = list[bytes](), 0.0
+        self.notes, self.noted_since = dict[int, WaitNote](), 0.0
 
     def __enter__(self) -> Wait:
         self.number += 1
@@ -127,10 +182,11 @@ class Watchdog:
     """
 
     def __init__(self, rank: int, store: Any) -> None:
-        self._rank, self._store = rank, store
+        self._rank, self._store = rank, _own_connection(store)
         self.wait: Wait | None = None  # the wait that the main thread is in
-        # The call that was seen last (0: none), since when it lasts, and whether the store has it.
-        self._seen, self._since, self._noted = 0, 0.0, False
+        # The call that was seen last (0: none), and since when it lasts.
+        self._seen, self._since = 0, 0.0
+        self._noted: WaitNote | None = None  # what the store has
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="globaltensor watchdog", daemon=True)
         self._thread.start()
@@ -148,60 +204,113 @@ class Watchdog:
         # The store fails once the rank that serves it has ended.
         with contextlib.suppress(RuntimeError):
             while not self._stop.wait(_TICK_SECONDS):
-                self._look_at_call()
-                if (wait := self.wait) is not None:
+                wait = self.wait
+                self._note(self._long_call() or self._long_wait(wait))
+                if wait is not None:
                     self._look_at(wait)
                 del wait
 
-    def _look_at_call(self) -> None:
-        """Note in the store the collective that the program has been in for long, or its end."""
+    def _note(self, note: WaitNote | None) -> None:
+        """Put a note into the store, or take the last one away."""
+        if note == self._noted:
+            return
+        if note is not None:
+            self._store.set(f"{_KEY}/{self._rank}", note.text())
+        elif store_answers(self._store, lost=True):
+            self._store.set(f"{_KEY}/{self._rank}", b"")
+        self._noted = note
+
+    def _long_call(self) -> WaitNote | None:
+        """Return a note on the collective that the program has been in for long, or None."""
         call, now = current.call, time.monotonic()
         number = 0 if call is None else current.number
         if number != self._seen:
             self._seen, self._since = number, now
-            if self._noted and store_answers(self._store, lost=True):
-                self._store.set(f"{_KEY}/{self._rank}", b"")
-            self._noted = False
-        elif (
-            call is not None
-            and not self._noted
-            and now - self._since > _NOTED_SECONDS
-            and call[0] == threading.main_thread().ident
+        if (
+            call is None
+            or now - self._since <= _NOTED_SECONDS
+            or call[0] != threading.main_thread().ident
         ):
-            user_call = UserCall(*call)
-            group = user_call.group()
-            members = dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
-            text = " ".join([str(number), user_call.name, *map(str, members)])
-            self._store.set(f"{_KEY}/{self._rank}", text)
-            self._noted = True
+            return None
+        if self._noted is not None and self._noted[:2] == (number, call[1]):
+            return self._noted
+        user_call = UserCall(*call)
+        return WaitNote(number, user_call.name, user_call.nbytes(), tuple(user_call.members()))
 
-    def _look_at(self, wait: Wait) -> None:
-        """Set ``wait.found`` if all peers have waited for this rank for long enough."""
+    def _long_wait(self, wait: Wait | None) -> WaitNote | None:
+        """Return a note on the operation that this rank has been in for long, or None."""
+        if wait is None:
+            return None
         now = time.monotonic()
         if wait.looked_at != wait.number:
-            wait.looked_at, wait.since, wait.notes = wait.number, now, []
-        if wait.found is not None or now - wait.since < _NOTED_SECONDS:
+            wait.looked_at, wait.since, wait.notes = wait.number, now, {}
+        if now - wait.since <= _NOTED_SECONDS:
+            return None
+        return WaitNote(wait.number, _OPERATION, 0, tuple(sorted([self._rank, *wait.peers])))
+
+    def _look_at(self, wait: Wait) -> None:
+        """Set ``wait.found`` if the ranks have waited for each other for long enough."""
+        now, own = time.monotonic(), self._noted
+        if wait.found is not None or own is None or own.name != _OPERATION:
             return
-        notes = [self._note_of(peer) for peer in wait.peers]
-        if not all(notes) or notes != wait.notes:
+        notes = self._notes_of_waiting(own)
+        if not notes or notes != wait.notes:
             wait.notes, wait.noted_since = notes, now
             return
-        names = [note.decode().split()[1] for note in notes]
-        moving = wait.moving or any(name not in _BARRIERS for name in names)
+        others = {rank: note for rank, note in notes.items() if rank != self._rank}
+        seconds, unchanged = _SECONDS, _UNCHANGED_SECONDS
+        if wait.moving or any(note.name not in _BARRIERS for note in others.values()):
+            seconds = _MOVING_SECONDS
+        if any(note.name not in _SYMMETRIC for note in others.values()):
+            unchanged = _PEERS_MOVING_SECONDS
+            unchanged += sum(note.nbytes for note in others.values()) / _BYTES_PER_SECOND
         if (
-            now - wait.since > (_MOVING_SECONDS if moving else _SECONDS)
-            and now - wait.noted_since > _UNCHANGED_SECONDS
+            now - wait.since > seconds
+            and now - wait.noted_since > unchanged
             and self.wait is wait
             and wait.looked_at == wait.number
         ):
-            wait.found = BarrierFound(wait.peers[0], names[0])
+            wait.found = Deadlock({rank: note.place for rank, note in others.items()})
             if wait.interrupt is not None:
                 wait.interrupt()
 
-    def _note_of(self, peer: int) -> bytes:
-        """Return what a rank has noted, or empty bytes unless it waits for this rank."""
-        key = f"{_KEY}/{peer}"
-        if not self._store.check([key]):
-            return b""
-        note: bytes = self._store.get(key)
-        return note if str(self._rank) in note.decode().split()[2:] else b""
+    def _notes_of_waiting(self, own: WaitNote) -> dict[int, WaitNote]:
+        """Return the notes of the ranks that wait for this one, and that it waits for.
+
+        Where all other members of the operation are in collectives that need this rank, those are
+        all. Otherwise they are all ranks that this one waits for, also through others. Return none
+        if one of them does not wait, or if all members of a collective are in it.
+        """
+        notes, missing = {self._rank: own}, [r for r in own.members if r != self._rank]
+        peers = len(missing)
+        while missing:
+            rank = missing.pop(0)
+            note = self._note_of(rank)
+            if note is None:
+                return {}
+            notes[rank] = note
+            missing += [r for r in note.members if r not in notes and r not in missing]
+            if len(notes) == 1 + peers and all(
+                self._rank in n.members and n.name != _OPERATION
+                for r, n in notes.items()
+                if r != self._rank
+            ):
+                break
+        else:
+            for note in notes.values():
+                if all(note.of_same_collective(notes[r]) for r in note.members):
+                    return {}
+        return dict(sorted(notes.items()))
+
+    def _note_of(self, rank: int) -> WaitNote | None:
+        key = f"{_KEY}/{rank}"
+        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        return WaitNote.read(text) if text else None
+
+
+def _own_connection(store: Any) -> Any:
+    """Return the same store over another connection, which no wait of another thread blocks."""
+    try:
+        return store.clone()
+    except (AttributeError, RuntimeError):  # a store of the user's, or of an older torch
+        return store

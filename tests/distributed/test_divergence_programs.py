@@ -52,14 +52,14 @@ OWN_GROUP = (
 
 
 def launched(
-    folder: Path, program: str, *options: str, warm: bool = True, **variables: str
+    folder: Path, program: str, *options: str, warm: bool = True, ranks: int = 2, **variables: str
 ) -> tuple[int, str]:
     script = folder / "train.py"
     script.write_text(program)
     with Launched(
         folder,
         "--nproc_per_node",
-        2,
+        ranks,
         *options,
         script,
         warm=warm,
@@ -119,13 +119,20 @@ def test_a_value_read_on_one_rank_is_told_in_few_lines(
 SOON = (
     "from globaltensor.distributed import watchdog; watchdog._TICK_SECONDS = 0.05; "
     "watchdog._NOTED_SECONDS = watchdog._UNCHANGED_SECONDS = 0.1; "
-    "watchdog._SECONDS = watchdog._MOVING_SECONDS = 0.4\n"
+    "watchdog._SECONDS = watchdog._MOVING_SECONDS = watchdog._PEERS_MOVING_SECONDS = 0.4\n"
 )
 
 
 @pytest.mark.parametrize(
     "barrier",
-    ["dist.barrier()", "flow.distributed.barrier()", "dist.monitored_barrier()"],
+    [
+        "dist.barrier()",
+        "flow.distributed.barrier()",
+        "dist.monitored_barrier()",
+        "dist.new_group([0, 1])",
+        "dist.broadcast(torch.ones(3), 0)",
+        "dist.gather(torch.ones(3), [torch.ones(3)] * 2 * (rank == 0) or None)",
+    ],
 )
 @pytest.mark.parametrize("alone", ["print(x)", "y = x.to_global(sbp=B)"])
 @pytest.mark.sweep(2)
@@ -138,7 +145,7 @@ def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
     )
     assert code == 1
     assert f"DivergenceError: train.py:10: {alone}\n" in said, said
-    name = barrier.partition("()")[0].rpartition(".")[2]
+    name = barrier.partition("(")[0].rpartition(".")[2]
     assert f"while rank 1 waits for it in torch.distributed.{name}. " in said
     assert ("Printing, item() and numpy()" in said) == ("print" in alone)
 
@@ -164,6 +171,44 @@ if flow.env.get_rank() == 0:
     assert "DivergenceError: train.py:6: print(x.sum().item())\n" in summary, said
     assert f"while rank 1 waits for it in torch.distributed.{name}. " in summary
     assert "GLHF" not in said
+
+
+@pytest.mark.parametrize(
+    ("some", "shared"), [({0}, "0"), ({0, 1}, "0"), ({1, 2, 3}, "0"), ({0, 1}, "1")], ids=str
+)
+@pytest.mark.sweep(3)
+def test_ranks_in_a_barrier_and_in_an_operation_of_four_are_told(
+    tmp_path: Path, some: set[int], shared: str
+) -> None:
+    program = f"""{PROGRAM}{SOON}import torch.distributed as dist
+x.sum().item()
+if rank in {some}:
+    dist.barrier()
+y = x.to_global(sbp=B)
+"""
+    code, said = launched(tmp_path, program, ranks=4, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert re.search(r"DivergenceError: train.py:\d+: y = x.to_global", said), said
+    assert re.search(r"waits? (for it )?in torch\.distributed\.barrier", said), said
+
+
+AROUND = """
+import globaltensor as flow
+rank = flow.env.get_rank()
+ends = [rank, (rank + 1) % 3] if rank < 2 else [0, 2]
+x = flow.ones(4, placement=flow.placement("cpu", ends), sbp=flow.sbp.split(0))
+total = x.sum().item()
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+def test_operations_that_wait_for_each_other_in_a_circle_are_told(
+    tmp_path: Path, shared: str
+) -> None:
+    code, said = launched(tmp_path, SOON + AROUND, ranks=3, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert re.search(r"DivergenceError: train.py:\d+: total = x.sum\(\).item\(\)", said), said
+    assert "waits in an operation on global tensors of ranks [" in said
 
 
 LATE_AT_BARRIERS = f"""{PROGRAM}{SOON}

@@ -7,6 +7,7 @@ report of it, and `test_opinfo.py` a quick gate.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import random
@@ -17,9 +18,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.testing._internal import common_utils
-from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo import core as opinfo_core
 
 import globaltensor as flow
 from globaltensor._base.pytree import replaced
@@ -39,7 +37,6 @@ from .everywhere import full
 from .oracle import swapped, tensors_in
 
 __all__ = [
-    "OPS",
     "Call",
     "Outcome",
     "calls_of",
@@ -47,17 +44,30 @@ __all__ = [
     "first_line",
     "fixed_layouts",
     "name_of",
+    "ops",
     "outcomes",
     "shown",
 ]
 
 Layouts = list[list[Sbp]]
 
-# Each iterator of samples asks which unittest.TestCase it serves, through all frames of the stack.
-# That is a tenth of the time of these tests, and there is none.
-common_utils.extract_test_fn = opinfo_core.extract_test_fn = lambda: None
 
-OPS = list(op_db)
+@functools.cache
+def ops() -> list[Any]:
+    """Return torch's database of ops.
+
+    It takes 4 s to import, and every pytest process collects the tests that need it.
+    """
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_methods_invocations import op_db
+    from torch.testing._internal.opinfo import core as opinfo_core
+
+    # Each iterator of samples asks which unittest.TestCase it serves, through all frames of the
+    # stack. That is a tenth of the time of these tests, and there is none.
+    common_utils.extract_test_fn = opinfo_core.extract_test_fn = lambda: None
+    return list(op_db)
+
+
 #: Name parts of ops whose numbers are drawn, or whose memory is not filled. Only shape and dtype of
 #: such samples can be compared.
 _RANDOM = (

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import WorldError
 from ..communicator import Channel, Message
-from ..watchdog import BarrierFound
+from ..watchdog import Deadlock
 from ..world import ProcessWorld
 from .process_group_comm import Background
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers
@@ -198,7 +198,7 @@ class _SharedReceive(Message):
             try:
                 patience = self._channel.world.patience  # type: ignore[attr-defined]
                 self._part = self._peers.read(*self._name, self._data.numel(), patience)
-            except (PeerLost, BarrierFound) as error:
+            except (PeerLost, Deadlock) as error:
                 raise _message_error(self._channel, error) from error
 
     def wait(self) -> None:

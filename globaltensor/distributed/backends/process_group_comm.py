@@ -31,7 +31,7 @@ from ..._base.user_code import user_line
 from ...errors import DivergenceError, PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import READING, READING_ADVICE, Report, collective_of, describe, due, spelled
-from ..watchdog import CONNECTION_CLOSED, BarrierFound, Wait
+from ..watchdog import CONNECTION_CLOSED, Deadlock, Wait
 from ..world import ProcessWorld
 from . import gloo_size_mismatch
 
@@ -153,7 +153,7 @@ class P2PCommunicator(Communicator):
         rank, purpose = self.world.rank, spelled(self.world.purpose)
         for wait in self._waits.values():
             if isinstance(wait, Wait) and wait.found is not None:
-                return self.waits_in_barrier(wait.found)
+                return self.waits_for_ever(wait.found)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
         failed = f"rank {rank}: {what} among ranks {list(self.ranks)} failed: {why}"
         place = collective_of(self.world.kind, purpose)
@@ -184,8 +184,8 @@ class P2PCommunicator(Communicator):
             f"where\n({problem})"
         )
 
-    def waits_in_barrier(self, found: BarrierFound) -> DivergenceError:
-        """Return the error for ranks that are in a collective of torch.distributed meanwhile."""
+    def waits_for_ever(self, found: Deadlock) -> DivergenceError:
+        """Return the error for ranks that wait for each other for ever."""
         purpose = spelled(self.world.purpose)
         place = collective_of(self.world.kind, purpose)
         advice = (
@@ -194,9 +194,21 @@ class P2PCommunicator(Communicator):
             else "Every rank must run the same operations on global tensors: move them out of the "
             "branch of one rank"
         )
+        if len(found.waits) == 1:
+            ((rank, where),) = found.waits.items()
+            others = f"rank {rank} waits for it in {where}"
+        else:
+            ranks_at: dict[str, list[int]] = {}
+            for rank, where in found.waits.items():
+                ranks_at.setdefault(where, []).append(rank)
+            others = " and ".join(
+                f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks[:8]))} "
+                f"wait{'' if len(ranks) > 1 else 's'} in {where}"
+                for where, ranks in list(ranks_at.items())[:8]
+            )
+            others += ", each for one of the others"
         return DivergenceError(
-            f"{user_line()}\nrank {self.world.rank} is in {place}, while rank {found.rank} waits "
-            f"for it in torch.distributed.{found.collective}. {advice}"
+            f"{user_line()}\nrank {self.world.rank} is in {place}, while {others}. {advice}"
         )
 
     def _ended_by_gloo(self, reports: Sequence[Report]) -> WorldError:

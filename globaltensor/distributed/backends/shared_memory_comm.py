@@ -21,7 +21,7 @@ from torch import Tensor
 from ...errors import GlobalTensorError
 from ..communicator import Handle, ReduceScatterHandle, as_bytes, combine
 from ..divergence import how_it_ended
-from ..watchdog import BarrierFound
+from ..watchdog import Deadlock
 from ..world import ProcessWorld
 from .process_group_comm import P2PCommunicator, ProcessGroupCommunicator
 from .shared_memory import PeerLost, SharedBlock, SharedMemoryPeers, host
@@ -109,7 +109,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
     ) -> SharedBlock:
         try:
             part = peers.read(self.ranks[i], self._topic, number, None, self.world.patience)
-        except (PeerLost, BarrierFound) as error:
+        except (PeerLost, Deadlock) as error:
             raise self._lost_rank_error(peers, error) from error
         if part.digest != digest:
             raise self._diverged(lambda data: self._exchange_reports(peers, data))
@@ -126,20 +126,20 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         ]
 
     def _lost_rank_error(
-        self, peers: SharedMemoryPeers, error: PeerLost | BarrierFound
+        self, peers: SharedMemoryPeers, error: PeerLost | Deadlock
     ) -> GlobalTensorError:
         """Return the error for a rank that no longer comes.
 
         That rank may have reported the reason.
         """
-        gone = None if isinstance(error, BarrierFound) else error.gone
+        gone = None if isinstance(error, Deadlock) else error.gone
         record = b"" if gone is None else peers.last_words_of(gone)
         if self.world.compares and any(
             peers.has_report(rank) for rank in self.ranks if rank != self.world.rank
         ):
             return self._diverged(lambda data: self._exchange_reports(peers, data))
-        if isinstance(error, BarrierFound):
-            return self.waits_in_barrier(error)
+        if isinstance(error, Deadlock):
+            return self.waits_for_ever(error)
         if gone is None:
             return self.broken("a collective", error)
         how, early = how_it_ended(record)
