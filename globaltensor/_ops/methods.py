@@ -203,8 +203,9 @@ def global_to_global(
     if sbp is None:
         if where.axes != shown.placement.axes:
             raise SbpError(
-                f"the new placement has {where.axes} axes, but the tensor's sbp has "
-                f"{len(shown.layout)} entries: give sbp= with one entry for each axis"
+                f"the new placement has {where.axes} ax{'i' if where.axes == 1 else 'e'}s, and "
+                f"the tensor's sbp {shown.layout!r} is for {shown.placement.axes}: give sbp= with "
+                f"one entry for each axis"
             )
         layout: Sequence[Sbp] = shown.layout
     else:

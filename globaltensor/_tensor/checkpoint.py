@@ -11,7 +11,7 @@ import io
 import math
 import os
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -403,8 +403,36 @@ def _check_all_shards(where: str, shards: Mapping[str, Any], names: Iterable[str
             )
 
 
+def _check_same_names(plans: Sequence[Any]) -> None:
+    """Raise PartError if some ranks save shards of a tensor, and those of others are missing.
+
+    ``plans``: torch's plan of each rank for what it writes, in the order of ranks.
+    """
+    from torch.distributed.checkpoint.planner import WriteItemType
+
+    held: dict[str, dict[int, int]] = {}  # name -> elements by rank
+    numels: dict[str, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            if item.type is WriteItemType.SHARD:
+                name, data = item.index.fqn, item.tensor_data
+                numels[name] = math.prod(data.size)
+                of = held.setdefault(name, {})
+                of[rank] = of.get(rank, 0) + math.prod(data.chunk.sizes)
+    for name, of in held.items():
+        if len(plans) > 1 and sum(of.values()) < numels[name]:
+            missing = [rank for rank in range(len(plans)) if rank not in of]
+            raise PartError(
+                f"torch.distributed.checkpoint.save: ranks {list(of)} save shards of {name}, and "
+                f"ranks {missing} do not, but {sum(of.values())} of its {numels[name]} elements "
+                f"are not all. Every rank must pass a state with the same names: the state_dict of "
+                f"the same modules and optimizers"
+            )
+
+
 def _wrap_save_plan(create: Any) -> Any:
     def create_global_plan(self: Any, plans: Any) -> Any:
+        _check_same_names(plans)
         made = create(self, plans)
         shards = made[1].state_dict_metadata
         _check_all_shards("torch.distributed.checkpoint.save", shards, shards)

@@ -164,7 +164,7 @@ def as_layout(value: object, axes: int, what: str = "sbp") -> tuple[Sbp, ...]:
         )
     if len(entries) != axes:
         raise SbpError(
-            f"{what} has {len(entries)} entries, but the placement has {axes} "
-            f"ax{'i' if axes == 1 else 'e'}s: give one entry for each axis"
+            f"{what} has {len(entries)} entr{'y' if len(entries) == 1 else 'ies'}, but the "
+            f"placement has {axes} ax{'i' if axes == 1 else 'e'}s: give one entry for each axis"
         )
     return entries  # type: ignore[return-value]

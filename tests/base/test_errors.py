@@ -155,7 +155,7 @@ def too_many_sbp() -> None:
     ones([S(0), S(1)])
 
 
-@row(errors.SbpError, "sbp has 1 entries, but the placement has 2 axes", "one entry for each axis")
+@row(errors.SbpError, "sbp has 1 entry, but the placement has 2 axes", "one entry for each axis")
 def too_few_sbp() -> None:
     torch.ones(4, 4).to_global(placement=GRID, sbp=S(0))
 
@@ -165,7 +165,7 @@ def too_many_sbp_in_a_move() -> None:
     ones().to_global(sbp=[B, B])
 
 
-@row(errors.SbpError, "2 axes", "1 entries", "give sbp=")
+@row(errors.SbpError, "2 axes", "is for 1", "give sbp=")
 def a_move_to_more_axes_without_sbp() -> None:
     ones().to_global(placement=GRID)
 

@@ -14,6 +14,7 @@ import torch.nn as nn
 from support.bodies import Bodies, values
 from support.everywhere import full
 from support.pool import run_on
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -241,6 +242,18 @@ def saved_while_training_goes_on(folder: str) -> None:
 
 def test_async_save_copies_the_parts(tmp_path: Path) -> None:
     run_on(2, saved_while_training_goes_on, str(tmp_path / "state"))
+
+
+def saved_without_a_name_on_one_rank(folder: str) -> None:
+    state = {"w": spread(values(4), S(0)), "b": spread(values(3), B)}
+    if flow.env.get_rank() == 1:
+        del state["w"]
+    with pytest.raises(CheckpointException, match=r"ranks \[0\] save shards of w, and ranks \[1\]"):
+        dcp.save(state, checkpoint_id=folder)
+
+
+def test_a_name_that_one_rank_lacks_is_told(tmp_path: Path) -> None:
+    run_on(2, saved_without_a_name_on_one_rank, str(tmp_path / "state"))
 
 
 @on(2, real=False)
