@@ -69,8 +69,10 @@ lint: $(STAMP)  ## ruff: what it finds wrong, and its layout
 	$(BIN)/python -m ruff format --check $(SOURCES)
 
 types: $(STAMP)  ## mypy --strict on the files that pyproject.toml lists; the stubs, and pyright on users' programs
-	$(BIN)/python -m mypy
-	$(BIN)/python -m pytest -q -m extended -k 'stubs or pyright' tests/base/test_types.py
+	@# side by side: each takes one core
+	@$(BIN)/python -m mypy & mypy=$$!; \
+	$(BIN)/python -m pytest -q -m extended -k 'stubs or pyright' tests/base/test_types.py; tests=$$?; \
+	wait $$mypy && exit $$tests
 
 stubs: $(STAMP)  ## the type stubs of flow, flow.nn ...: after a change of a public name or signature
 	cd tests && ../$(BIN)/python -m support.stubs.generate

@@ -297,6 +297,7 @@ def test_what_a_plan_recomputes_and_shares_is_taken() -> None:
         )
 
 
+@pytest.mark.long
 def test_recomputed_modules_are_those_wholly_recomputed() -> None:
     plan = searched(2, only((2,)))
     again = dataclasses.replace(
@@ -315,6 +316,7 @@ def test_recomputed_modules_are_those_wholly_recomputed() -> None:
     carried(again, 2, line(2))
 
 
+@pytest.mark.long
 def test_a_plan_made_for_a_graph_is_one_for_its_model() -> None:
     def run() -> Any:
         model = made().to_global(line(2)(), B)

@@ -168,6 +168,7 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
     assert len(set(laid)) == 1  # the same on every rank
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
 @pytest.mark.sweep(8)
 def test_an_eager_model_trains_as_one_device_does(
@@ -241,6 +242,7 @@ def test_explicit_layouts_stay_unless_ignored() -> None:
     assert simulate(2, run, True)[0] != (S(1),)
 
 
+@pytest.mark.long
 def test_another_graph_takes_the_parameters_as_they_lie() -> None:
     """An evaluating graph that shares a training graph's parameters changes neither that graph's
     plan nor its numbers (OneFlow issue 9140)."""
@@ -300,6 +302,7 @@ def test_with_other_settings(settings: Callable[[Any], Any]) -> None:
     simulate(2, run)
 
 
+@pytest.mark.long
 def test_less_memory_is_less() -> None:
     def run(mode: str) -> int:
         where = mesh((2,))
@@ -358,6 +361,7 @@ def test_inputs_beforehand() -> None:
     simulate(2, run)
 
 
+@pytest.mark.long
 def test_recurrent_layers_know_their_weights_after_a_capture() -> None:
     """Recurrent layers use their current weights after a second capture. Such layers hold a list of
     weights in addition to their parameters. A second capture, with the weights in another layout,

@@ -210,6 +210,7 @@ def test_weights_are_of_all_costs(at: float) -> None:
         assert float(one.evaluate(choice)) == pytest.approx(wanted)
 
 
+@pytest.mark.long
 def test_layers_that_are_alike_are_laid_out_in_two_ways() -> None:
     """Equal layers get two different layouts where one layout for all computes, or sums gradients,
     for too long."""

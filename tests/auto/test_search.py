@@ -506,6 +506,7 @@ def exposed_at(rows: int) -> bool:
     return gradient_traffic_exposed(formulation, choice)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sweep(4)
@@ -538,6 +539,7 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(
         assert lower > 0.99 * bound, "what is left out costs little here"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.sweep(3)
@@ -719,6 +721,7 @@ def test_without_a_limit_no_memory_is_blamed() -> None:
     assert "memory" not in search._no_plan_message()
 
 
+@pytest.mark.long
 def test_plans_are_saved_with_their_stages(tmp_path: Any) -> None:
     plan = search_pipelines(gpt(4), 16, DGX, 4, Options(), only((2,), 2, 4))
     assert [s["ranks"] for s in plan.choices["stages"][:2]] == [[0, 2], [2, 4]]

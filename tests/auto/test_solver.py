@@ -546,6 +546,7 @@ def benchmark(name: str) -> Any:
     return import_script(f"benchmarks/{name}.py")
 
 
+@pytest.mark.long
 def test_the_benchmark_says_why_there_is_no_score(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -362,6 +362,7 @@ def test_log_and_ban() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("placement", [Placement("cpu", [0, 1]), GRID], ids=["line", "grid"])
 def test_results_can_be_written_to(placement: Placement) -> None:
     specs = [

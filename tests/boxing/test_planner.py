@@ -56,6 +56,7 @@ def specs(
 SHAPES = st.tuples(st.integers(0, 13), st.integers(0, 13))
 
 
+@pytest.mark.long
 @settings(max_examples=150, deadline=None)
 @given(st.data(), SHAPES)
 def test_a_plan_leads_from_one_end_to_the_other(
@@ -280,6 +281,7 @@ def overlap(
     )
 
 
+@pytest.mark.long
 @settings(max_examples=300, deadline=None)
 @given(st.data(), SHAPES)
 def test_traffic_of_an_exchange_box_by_box(data: st.DataObject, shape: tuple[int, int]) -> None:

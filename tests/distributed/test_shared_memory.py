@@ -148,6 +148,7 @@ def test_one_that_waits_hears_at_once(two: list[SharedMemoryPeers]) -> None:
     timer.join()
 
 
+@pytest.mark.long
 def test_errors(two: list[SharedMemoryPeers]) -> None:
     a, b = two
     a.publish(1, 1, [(some(5), (7,))])

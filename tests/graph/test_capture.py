@@ -311,6 +311,7 @@ def _one_form_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.sweep(2)
 def test_models_of_transformers_on_one_device(name: str) -> None:

@@ -95,6 +95,7 @@ def test_layers_are_compiled_once_and_numbers_stay(
     assert all(m.run is not None and m.run is not m.body for m in parts(graph)), "all were compiled"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("together", "times"), [(10_000, 1), (50, 2), (30, 3)])
 @pytest.mark.sweep(3)
 def test_several_layers_are_compiled_together(

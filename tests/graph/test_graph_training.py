@@ -498,6 +498,7 @@ def tiers(ways: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("way", "name"), tiers(FLAT))
 @pytest.mark.sweep(6)
 def test_spread_over_ranks(way: str, name: str) -> None:
@@ -511,6 +512,7 @@ def test_in_stages(way: str, name: str) -> None:
     check(name, PIPED[way])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["resnet", "gpt", pytest.param("bert", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", ["data", "stages"])
 @pytest.mark.sweep(4)

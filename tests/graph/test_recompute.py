@@ -479,6 +479,7 @@ def test_limits_are_kept_and_numbers_stay() -> None:
     assert 0 < counts[1] < counts[2], "a tighter limit recomputes more"
 
 
+@pytest.mark.long
 def test_what_cannot_be_kept_is_refused_with_what_can() -> None:
     graph, rows, _ = big(1000)
     with pytest.raises(GraphError, match="cannot be met") as refused:

@@ -271,6 +271,7 @@ def test_the_plan_of_another_graph_is_refused() -> None:
     simulate(2, body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["data", "tensor", "fsdp", "hybrid"])
 @pytest.mark.sweep(4)
 def test_plans_of_whole_models_are_followed(kind: str) -> None:

@@ -149,6 +149,7 @@ def test_layouts(name: str, method: str) -> None:
     checked(qkv(), [[mine], [other], [other]], method, (3,), scale=0.3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,)], ids=str)
 @pytest.mark.sweep(6)
@@ -286,6 +287,7 @@ def test_other_shapes() -> None:
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,), (2, 2)], ids=str)
 @pytest.mark.sweep(2)
 def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:

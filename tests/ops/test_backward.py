@@ -531,6 +531,7 @@ def _steps_on_a_grid() -> None:
         alike(ends[1], ends[0])
 
 
+@pytest.mark.long
 def test_optimizers_in_backward_over_two_axes() -> None:
     simulate(4, _steps_on_a_grid)
 
@@ -858,6 +859,7 @@ def test_functional() -> None:
         alike(found[1], found[0])
 
 
+@pytest.mark.long
 @on(2)
 def test_gradcheck() -> None:
     """gradcheck compares with finite differences of the global function itself. torch's test with

@@ -205,6 +205,7 @@ def test_every_signature(sizes: tuple[int, int, int]) -> None:
     } <= met
 
 
+@pytest.mark.long
 def test_drawn_layouts() -> None:
     compare(flow.moe_experts, *operands(7, 2, 5), draws=4)
     compare(flow.moe_experts, *operands(1, 1, 3), grids=((3,), (2, 2)), draws=2)
@@ -257,6 +258,7 @@ def test_exact_on_four() -> None:
     )  # ranks without tokens and ranks without experts
 
 
+@pytest.mark.long
 @bodies.on(4)
 def test_exact_on_a_grid() -> None:
     grid = flow.placement("cpu", [[0, 1], [2, 3]])

@@ -169,11 +169,13 @@ def as_plain(ranks: Any, beside: bool) -> None:
                     compare(got, want, what)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "with others"])
 def test_every_mix_of_layouts(beside: bool) -> None:
     simulate(2, as_plain, [0, 1], beside, timeout=60.0)
 
 
+@pytest.mark.long
 def test_every_mix_of_layouts_on_four_ranks() -> None:
     simulate(4, as_plain, [[0, 1], [2, 3]], False, timeout=60.0)
 

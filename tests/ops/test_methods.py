@@ -272,6 +272,7 @@ def test_reading_by_index() -> None:
             same(x.grad, p.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @on(3, real=False)
 def test_writing_by_index() -> None:
     t = values(5, 4)

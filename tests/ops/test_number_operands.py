@@ -106,6 +106,7 @@ def test_a_number_of_any_type_is_added_once(dtypes: tuple[torch.dtype, ...]) -> 
     assert run_on(2, on_processes, dtypes) == [[], []]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sbp", [[P, P], [S(0), P], [P, B]])
 @pytest.mark.sweep(2)
 def test_on_two_axes(sbp: list[Any]) -> None:

@@ -25,6 +25,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.sweep(10)

@@ -121,6 +121,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     draws._draws_in_blocks.cache_clear()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     ("fill", "dtypes"),

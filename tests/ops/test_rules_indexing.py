@@ -270,6 +270,7 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
             put(x(5, 4, 2), index, 1.0) if write else get(x(5, 4, 2), index)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

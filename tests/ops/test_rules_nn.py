@@ -168,6 +168,7 @@ def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
         _checked(row)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not WEIGHTED, reason="this torch's l1_loss has no weight")
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
 def test_what_torch_forgets_on_the_way_is_not_lost(reduction: str) -> None:

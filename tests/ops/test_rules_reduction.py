@@ -96,6 +96,7 @@ def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)
 
 
+@pytest.mark.long
 def test_lists_of_tensors_are_reduced_one_by_one() -> None:
     compare(lambda a, b: torch._foreach_max([a, b]), x(5, 4), x(3, 2))
     compare(lambda a, b: torch._foreach_norm([a, b], 3), x(5, 4), x(3, 2))

@@ -259,6 +259,7 @@ def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
     simulate(2, traffic)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("view", [
     *(pytest.param(lambda x, size=size, step=step: x.unfold(0, size, step),
         id=f"{size} {step}") for size, step in ((2, 1), (2, 2), (2, 3), (3, 1), (3, 2))),

@@ -64,6 +64,7 @@ def test_intervals_from_anyone_in_any_order() -> None:
     assert [b for _, _, b in found] == [3 * row, row, 0, 5 * row]
 
 
+@pytest.mark.long
 @settings(max_examples=200, deadline=None)
 @given(
     st.data(),

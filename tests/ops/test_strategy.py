@@ -32,6 +32,7 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] 
 }
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(sorted(OPS)), st.data())
 def test_what_is_chosen_is_the_cheapest_of_all_and_of_those_the_first(

@@ -445,6 +445,7 @@ def loss_of(out: Any) -> Tensor:
     return out.loss  # type: ignore[no-any-return]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", ["expert", "expert, whole batch", "data x expert"])
 @pytest.mark.sweep(6)

@@ -92,6 +92,7 @@ def wrong_calls(size: int) -> list[tuple[str, str]]:
     return wrong
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_copy_is_independent_and_a_view_is_not(size: int) -> None:
     assert not any(simulate(size, lambda: wrong_calls(size)))
@@ -181,6 +182,7 @@ def after_writes(x: Any, chain: list[str], write: str) -> list[Any]:
     return [read(t).tolist() for t in tensors]
 
 
+@pytest.mark.long
 @given(
     shape=st.sampled_from([(4, 3), (2, 4, 3), (4, 2, 2), (2, 2, 3, 2), (6,), (3, 5)]),
     chain=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
