@@ -40,6 +40,8 @@ Status = Literal["ok", "warn", "FAIL"]
 RANKS_SECONDS: Final = 60.0  # the limit for two ranks to start, to talk and to end
 _ENDING_SECONDS: Final = 6.0  # of these, for the ranks to end
 _CORE: Final = ("torch", "numpy", "tqdm", "cloudpickle")
+# Extras for work on this library itself.
+_FOR_REPOSITORY: Final = ("dev", "docs")
 _MIN_TORCH: Final = (2, 11)
 _MIN_SHARED: Final = 1 << 30
 _MIN_FILES: Final = 4096
@@ -133,13 +135,18 @@ def _globaltensor(name: str) -> Finding:
 
 
 def _extras(name: str) -> Finding:
-    """Report for each extra whether its packages are installed."""
+    """Report for each extra that users need whether its packages are installed."""
     needs: dict[str, list[str]] = {}
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         for line in importlib.metadata.requires("globaltensor") or []:
             package = re.match(r"[\w.-]+", line)
             extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-            if package and extra and package[0] != "globaltensor":
+            if (
+                package
+                and extra
+                and package[0] != "globaltensor"
+                and extra[1] not in _FOR_REPOSITORY
+            ):
                 needs.setdefault(extra[1], []).append(package[0])
     absent = {e: [p for p in packages if not _is_installed(p)] for e, packages in needs.items()}
     installed = [extra for extra, missing in absent.items() if not missing]
@@ -348,15 +355,18 @@ def _clocks(name: str) -> Finding:
     values = {"source": source, "resolution": resolution, "synchronized": _synchronized()}
     what = f"{source or 'perf_counter'}, resolution {resolution * 1e9:.3g} ns"
     agreed = values["synchronized"]
-    what += "" if agreed is None else ", set by a time server" if agreed else ", set by hand"
+    what += {
+        None: "",
+        True: ", set by a time server",
+        False: ", no time server (which only the logs of several hosts need)",
+    }[agreed]
     if time.gmtime().tm_year < 2024:
         what, mend = f"{what}; it shows {time.strftime('%Y-%m-%d')}", "set the time of day"
         return Finding(name, "FAIL", what, mend, values)
     if source in _SLOW_CLOCKS:
         mend = "slow to read, so short measurements are coarse: boot with clocksource=tsc"
         return Finding(name, "warn", what, mend, values)
-    mend = "logs of several hosts then differ: run chrony or systemd-timesyncd"
-    return Finding(name, "ok", what, mend if agreed is False else "", values)
+    return Finding(name, "ok", what, "", values)
 
 
 def _synchronized() -> bool | None:

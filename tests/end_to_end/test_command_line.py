@@ -489,7 +489,12 @@ def test_versions_that_are_too_old_and_packages_that_lack(monkeypatch: pytest.Mo
         patched.setattr(checks, "_CORE", ("torch",))
         found = finding("globaltensor")
         assert (found.status, found.what.partition(", ")[2]) == ("warn", "not installed")
-    requires = ["numpy", 'highspy>=1.10; extra == "auto"', "no-such>=3 ; extra == 'hf'"]
+    requires = [
+        "numpy",
+        'highspy>=1.10; extra == "auto"',
+        "no-such>=3 ; extra == 'hf'",
+        'p>=1; extra == "dev"',
+    ]
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: requires)
     monkeypatch.setattr(checks, "_is_installed", lambda package: package == "highspy")
     found = finding("extras")
