@@ -141,12 +141,9 @@ def _extras(name: str) -> Finding:
         for line in importlib.metadata.requires("globaltensor") or []:
             package = re.match(r"[\w.-]+", line)
             extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-            if (
-                package
-                and extra
-                and package[0] != "globaltensor"
-                and extra[1] not in _FOR_REPOSITORY
-            ):
+            if not package or not extra or extra[1] in _FOR_REPOSITORY:
+                continue
+            if package[0] != "globaltensor":
                 needs.setdefault(extra[1], []).append(package[0])
     absent = {e: [p for p in packages if not _is_installed(p)] for e, packages in needs.items()}
     installed = [extra for extra, missing in absent.items() if not missing]
