@@ -352,11 +352,9 @@ def _clocks(name: str) -> Finding:
     values = {"source": source, "resolution": resolution, "synchronized": _synchronized()}
     what = f"{source or 'perf_counter'}, resolution {resolution * 1e9:.3g} ns"
     agreed = values["synchronized"]
-    what += {
-        None: "",
-        True: ", set by a time server",
-        False: ", no time server (which only the logs of several hosts need)",
-    }[agreed]
+    if agreed is not None:
+        need = ", no time server (which only the logs of several hosts need)"
+        what += ", set by a time server" if agreed else need
     if time.gmtime().tm_year < 2024:
         what, mend = f"{what}; it shows {time.strftime('%Y-%m-%d')}", "set the time of day"
         return Finding(name, "FAIL", what, mend, values)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, Final, NamedTuple
 import torch.distributed as dist
 
 from .._base.pytree import tensors_in
+from .._base.user_code import user_line
 from .store_liveness import store_answers
 
 __all__ = ["CONNECTION_CLOSED", "CurrentCall", "Deadlock", "Wait", "Watchdog", "current"]
@@ -29,6 +31,10 @@ CONNECTION_CLOSED: Final = re.compile(r"closed by peer|reset by peer|Broken pipe
 
 _KEY: Final = "globaltensor_waits"  # prefix of the store's keys under which ranks leave their notes
 _TICK_SECONDS: Final = 0.25
+# A rank writes its note again after so many ticks, which shows that the note still holds.
+_BEAT_TICKS: Final = 4
+# A rank looks at the notes of so many others at each tick, and more rarely at more of them.
+_LOOKS_PER_TICK: Final = 8
 # A rank is noted after so many seconds in a collective.
 _NOTED_SECONDS: Final = 1.0
 # The notes of the other ranks must stay the same for so long.
@@ -37,7 +43,7 @@ _UNCHANGED_SECONDS: Final = 1.0
 # rest of the data that other ranks move.
 _SECONDS: Final = 3.0
 _MOVING_SECONDS: Final = 20.0
-# The same where some of the other ranks are in operations too, among which data may move.
+# The same where ranks are in collectives that others may have left while data still moves.
 _PEERS_MOVING_SECONDS: Final = 60.0
 # The bytes of a collective that surely move in a second. A rank may have done its share of a
 # broadcast while others still pass the data on.
@@ -46,11 +52,12 @@ _BYTES_PER_SECOND: Final = 10_000_000
 _BARRIERS: Final = ("barrier", "monitored_barrier", "new_group")
 #: Collectives that end on all ranks at about the same time.
 _SYMMETRIC: Final = (
-    *_BARRIERS, "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
 )  # fmt: skip
-# The name that a note has for an operation on global tensors.
+# The names that a note has for an operation on global tensors: one whose messages may be under way,
+# and one that waits for ranks which have sent nothing yet.
 _OPERATION: Final = "operation"
+_MESSAGE: Final = "message"
 
 
 class Deadlock(RuntimeError):
@@ -89,17 +96,20 @@ class WaitNote(NamedTuple):
     """A note that a rank leaves in the store while it waits.
 
     ``number`` counts the rank's waits, ``name`` is that of the collective, ``nbytes`` the size of
-    its tensors, and ``members`` are the ranks that the collective needs.
+    its tensors, and ``members`` are the ranks that the collective needs. ``place`` is the place
+    where the rank waits, as errors show it.
     """
 
     number: int
     name: str
     nbytes: int
     members: tuple[int, ...]
+    place: str
 
     def text(self) -> str:
         """Return the note as the store keeps it."""
-        return " ".join(map(str, (self.number, self.name, self.nbytes, *self.members)))
+        numbers = " ".join(map(str, (self.number, self.name, self.nbytes, *self.members)))
+        return f"{numbers}\n{self.place}"
 
     def of_same_collective(self, other: WaitNote) -> bool:
         """Return True if another rank's note is on the same collective."""
@@ -108,15 +118,18 @@ class WaitNote(NamedTuple):
     @staticmethod
     def read(text: str) -> WaitNote:
         """Return the note with this text."""
-        number, name, nbytes, *members = text.split()
-        return WaitNote(int(number), name, int(nbytes), tuple(map(int, members)))
+        numbers, _, place = text.partition("\n")
+        number, name, nbytes, *members = numbers.split()
+        return WaitNote(int(number), name, int(nbytes), tuple(map(int, members)), place)
 
     @property
-    def place(self) -> str:
-        """The place where the rank waits, as errors show it."""
-        if self.name == _OPERATION:
-            return f"an operation on global tensors of ranks {list(self.members)}"
-        return f"torch.distributed.{self.name}"
+    def moving_seconds(self) -> float:
+        """The seconds for which the data of the collective may still move, without the rank."""
+        if self.name in (_MESSAGE, *_BARRIERS):
+            return 0.0
+        if self.name in _SYMMETRIC or (self.name == _OPERATION and len(self.members) == 2):
+            return _MOVING_SECONDS
+        return _PEERS_MOVING_SECONDS + self.nbytes / _BYTES_PER_SECOND
 
 
 class CurrentCall:
@@ -140,12 +153,12 @@ class Wait:
 
     The object serves one wait after the other, each a block ``with wait:``. ``moving``: data that
     another rank has sent before may still be under way. ``interrupt`` makes the wait end with an
-    error; None where the waiting thread itself looks at ``found``. ``found`` is the error to raise,
-    or None.
+    error; None where the waiting thread itself looks at ``found``: there no message is under way.
+    ``found`` is the error to raise, or None.
     """
 
     __slots__ = (
-        "_watchdog", "found", "interrupt", "looked_at", "moving", "noted_since", "notes",
+        "_watchdog", "beats", "found", "interrupt", "looked_at", "moving", "noted_since", "notes",
         "number", "peers", "since",
     )  # fmt: skip
 
@@ -160,9 +173,10 @@ class Wait:
         self._watchdog, self.number = watchdog, 0
         self.found: Deadlock | None = None
         # Of the thread: the number of the wait that it has looked at, since when that lasts, what
-        # the ranks have noted, and since when they have.
+        # the ranks have noted, since when they have, and their beats at that time.
         self.looked_at, self.since = 0, 0.0
         self.notes, self.noted_since = dict[int, WaitNote](), 0.0
+        self.beats: dict[int, int] = {}
 
     def __enter__(self) -> Wait:
         self.number += 1
@@ -177,16 +191,19 @@ class Wait:
 class Watchdog:
     """The watchdog of one rank, a thread.
 
-    ``store`` is the store of the rendezvous. Only calls of the main thread are watched: another
-    thread does not keep the main thread from sending what other ranks wait for.
+    ``store`` is the store of the rendezvous. ``operation`` returns the operation that this rank is
+    in, as errors show it. Only calls of the main thread are watched: another thread does not keep
+    the main thread from sending what other ranks wait for.
     """
 
-    def __init__(self, rank: int, store: Any) -> None:
+    def __init__(self, rank: int, store: Any, operation: Callable[[], str]) -> None:
         self._rank, self._store = rank, _own_connection(store)
+        self._operation = operation
         self.wait: Wait | None = None  # the wait that the main thread is in
         # The call that was seen last (0: none), and since when it lasts.
         self._seen, self._since = 0, 0.0
         self._noted: WaitNote | None = None  # what the store has
+        self._ticks = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="globaltensor watchdog", daemon=True)
         self._thread.start()
@@ -205,17 +222,18 @@ class Watchdog:
         with contextlib.suppress(RuntimeError):
             while not self._stop.wait(_TICK_SECONDS):
                 wait = self.wait
+                self._ticks += 1
                 self._note(self._long_call() or self._long_wait(wait))
                 if wait is not None:
                     self._look_at(wait)
                 del wait
 
     def _note(self, note: WaitNote | None) -> None:
-        """Put a note into the store, or take the last one away."""
-        if note == self._noted:
+        """Put a note into the store, with the time in ticks, or take the last one away."""
+        if note == self._noted and (note is None or self._ticks % _BEAT_TICKS):
             return
         if note is not None:
-            self._store.set(f"{_KEY}/{self._rank}", note.text())
+            self._store.set(f"{_KEY}/{self._rank}", f"{self._ticks} {note.text()}")
         elif store_answers(self._store, lost=True):
             self._store.set(f"{_KEY}/{self._rank}", b"")
         self._noted = note
@@ -235,7 +253,9 @@ class Watchdog:
         if self._noted is not None and self._noted[:2] == (number, call[1]):
             return self._noted
         user_call = UserCall(*call)
-        return WaitNote(number, user_call.name, user_call.nbytes(), tuple(user_call.members()))
+        place = f"torch.distributed.{user_call.name}  ({_line_of_program()})"
+        members = tuple(user_call.members())
+        return WaitNote(number, user_call.name, user_call.nbytes(), members, place)
 
     def _long_wait(self, wait: Wait | None) -> WaitNote | None:
         """Return a note on the operation that this rank has been in for long, or None."""
@@ -246,27 +266,30 @@ class Watchdog:
             wait.looked_at, wait.since, wait.notes = wait.number, now, {}
         if now - wait.since <= _NOTED_SECONDS:
             return None
-        return WaitNote(wait.number, _OPERATION, 0, tuple(sorted([self._rank, *wait.peers])))
+        name = _MESSAGE if wait.interrupt is None else _OPERATION
+        members = tuple(sorted([self._rank, *wait.peers]))
+        if self._noted is not None and self._noted[:4] == (wait.number, name, 0, members):
+            return self._noted
+        place = f"{self._operation()}  ({_line_of_program()})"
+        return WaitNote(wait.number, name, 0, members, place)
 
     def _look_at(self, wait: Wait) -> None:
         """Set ``wait.found`` if the ranks have waited for each other for long enough."""
         now, own = time.monotonic(), self._noted
-        if wait.found is not None or own is None or own.name != _OPERATION:
+        if wait.found is not None or own is None or own.name not in (_OPERATION, _MESSAGE):
             return
-        notes = self._notes_of_waiting(own)
+        if self._ticks % (1 + len(wait.peers) // _LOOKS_PER_TICK):
+            return
+        notes, beats = self._notes_of_waiting(own)
         if not notes or notes != wait.notes:
-            wait.notes, wait.noted_since = notes, now
+            wait.notes, wait.beats, wait.noted_since = notes, beats, now
             return
         others = {rank: note for rank, note in notes.items() if rank != self._rank}
-        seconds, unchanged = _SECONDS, _UNCHANGED_SECONDS
-        if wait.moving or any(note.name not in _BARRIERS for note in others.values()):
-            seconds = _MOVING_SECONDS
-        if any(note.name not in _SYMMETRIC for note in others.values()):
-            unchanged = _PEERS_MOVING_SECONDS
-            unchanged += sum(note.nbytes for note in others.values()) / _BYTES_PER_SECOND
         if (
-            now - wait.since > seconds
-            and now - wait.noted_since > unchanged
+            now - wait.since > (_MOVING_SECONDS if wait.moving else _SECONDS)
+            and now - wait.noted_since
+            > max([_UNCHANGED_SECONDS, *(note.moving_seconds for note in others.values())])
+            and all(beats[rank] > wait.beats[rank] for rank in others)
             and self.wait is wait
             and wait.looked_at == wait.number
         ):
@@ -274,38 +297,47 @@ class Watchdog:
             if wait.interrupt is not None:
                 wait.interrupt()
 
-    def _notes_of_waiting(self, own: WaitNote) -> dict[int, WaitNote]:
+    def _notes_of_waiting(self, own: WaitNote) -> tuple[dict[int, WaitNote], dict[int, int]]:
         """Return the notes of the ranks that wait for this one, and that it waits for.
 
         Where all other members of the operation are in collectives that need this rank, those are
         all. Otherwise they are all ranks that this one waits for, also through others. Return none
-        if one of them does not wait, or if all members of a collective are in it.
+        if one of them does not wait, or if all members of a collective are in it. The second value
+        has the time of each rank's note, in ticks of that rank.
         """
-        notes, missing = {self._rank: own}, [r for r in own.members if r != self._rank]
+        notes, beats, missing = {self._rank: own}, {}, [r for r in own.members if r != self._rank]
         peers = len(missing)
         while missing:
             rank = missing.pop(0)
-            note = self._note_of(rank)
+            note, beats[rank] = self._note_of(rank)
             if note is None:
-                return {}
+                return {}, {}
             notes[rank] = note
             missing += [r for r in note.members if r not in notes and r not in missing]
             if len(notes) == 1 + peers and all(
-                self._rank in n.members and n.name != _OPERATION
+                self._rank in n.members and n.name not in (_OPERATION, _MESSAGE)
                 for r, n in notes.items()
                 if r != self._rank
             ):
                 break
         else:
             for note in notes.values():
-                if all(note.of_same_collective(notes[r]) for r in note.members):
-                    return {}
-        return dict(sorted(notes.items()))
+                if note.name != _MESSAGE and all(
+                    note.of_same_collective(notes[r]) for r in note.members
+                ):
+                    return {}, {}
+        return dict(sorted(notes.items())), beats
 
-    def _note_of(self, rank: int) -> WaitNote | None:
+    def _note_of(self, rank: int) -> tuple[WaitNote | None, int]:
         key = f"{_KEY}/{rank}"
         text = self._store.get(key).decode() if self._store.check([key]) else ""
-        return WaitNote.read(text) if text else None
+        beat, _, note = text.partition(" ")
+        return (WaitNote.read(note), int(beat)) if note else (None, 0)
+
+
+def _line_of_program() -> str:
+    """Return the user's line that the main thread is at."""
+    return user_line(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def _own_connection(store: Any) -> Any:

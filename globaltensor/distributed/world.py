@@ -28,7 +28,7 @@ from .backends.select import missing_requirement, register_backend, select_backe
 from .backends.shared_memory import SharedMemoryPeers
 from .cluster_env import Detected, detect
 from .communicator import Channel, Communicator
-from .divergence import differs_at_end, end_record
+from .divergence import collective_of, differs_at_end, end_record, spelled
 from .file_rendezvous import rendezvous
 from .network import choose_gloo_interface, gloo_hint
 from .store_liveness import store_answers
@@ -87,7 +87,8 @@ class ProcessWorld(World):
             _Current.joined = True
             self.process_group = _group_of_all_ranks()
             self.store = torch_private.default_store() if size > 1 else None
-            self.watchdog = None if self.store is None else Watchdog(rank, self.store)
+            if self.store is not None:
+                self.watchdog = Watchdog(rank, self.store, self._operation)
             self.backend = str(dist.get_backend_config(self.process_group))
             self.backends = dict(
                 pair.split(":", 1) for pair in self.backend.split(",") if not pair.endswith(":gloo")
@@ -104,6 +105,10 @@ class ProcessWorld(World):
             if self.process_group is None
             else torch_private.timeout_of(self.process_group).total_seconds()
         )
+
+    def _operation(self) -> str:
+        """Return the operation that this rank is in, as errors show it."""
+        return collective_of(self.kind, spelled(self.purpose))
 
     def leave_to_parent(self) -> None:
         """Give up all connections, in a child that os.fork has made: the parent is the rank."""

@@ -146,7 +146,7 @@ def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
     assert code == 1
     assert f"DivergenceError: train.py:10: {alone}\n" in said, said
     name = barrier.partition("(")[0].rpartition(".")[2]
-    assert f"while rank 1 waits for it in torch.distributed.{name}. " in said
+    assert f"while rank 1 waits for it in torch.distributed.{name}  (train.py:" in said
     assert ("Printing, item() and numpy()" in said) == ("print" in alone)
 
 
@@ -169,7 +169,7 @@ if flow.env.get_rank() == 0:
     name = call.partition("(")[0].rpartition(".")[2]
     summary = said.partition("globaltensor.launch:")[2]
     assert "DivergenceError: train.py:6: print(x.sum().item())\n" in summary, said
-    assert f"while rank 1 waits for it in torch.distributed.{name}. " in summary
+    assert f"while rank 1 waits for it in torch.distributed.{name}  (train.py:" in summary
     assert "GLHF" not in said
 
 
@@ -208,7 +208,33 @@ def test_operations_that_wait_for_each_other_in_a_circle_are_told(
     code, said = launched(tmp_path, SOON + AROUND, ranks=3, GLOBALTENSOR_SHARED_MEMORY=shared)
     assert code == 1
     assert re.search(r"DivergenceError: train.py:\d+: total = x.sum\(\).item\(\)", said), said
-    assert "waits in an operation on global tensors of ranks [" in said
+    assert re.search(r"ranks? .* waits? in .*  \(train.py:\d+: total = x.sum\(\).item\(\)\)", said)
+
+
+IN_A_ROW_AND_IN_ALL = """
+import torch
+import globaltensor as flow
+rank = flow.env.get_rank()
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+grid = flow.placement("cpu", [[0, 1], [2, 3]])
+x = flow.ones(8, 4, placement=grid, sbp=[S(0), P], requires_grad=True)
+for step in range(3):
+    loss = x.to_global(sbp=[S(0), B]).square().sum()
+    if rank == 1 and step == 1:
+        loss.backward(retain_graph=True)
+    loss.backward()
+    y = torch.zeros(2).to_global(grid, [B, B])
+"""
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told(tmp_path: Path, shared: str) -> None:
+    """Rank 1 is in an operation of its row, and the others wait for it in one of all ranks."""
+    program = SOON + IN_A_ROW_AND_IN_ALL
+    code, said = launched(tmp_path, program, ranks=4, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert code == 1
+    assert re.search(r"DivergenceError: train.py:\d+: (y = torch|loss.backward\(\))", said), said
+    assert re.search(r"backward of .* \(train.py:\d+: loss.backward\(\)\)|rank 0 waits for it", said)
 
 
 LATE_AT_BARRIERS = f"""{PROGRAM}{SOON}
