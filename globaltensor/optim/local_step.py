@@ -19,9 +19,9 @@ import functools
 import itertools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.optim import (
@@ -50,8 +50,9 @@ from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.grad import clear_grads, local_grad
 from .._tensor.history import identify_copy, record
 from ..boxing import box
-from ..distributed.divergence import digest_of
+from ..distributed.divergence import History, digest_of
 from ..distributed.world import world
+from ..distributed.world_base import World
 from ..errors import GlobalTensorError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import partial_sum
@@ -469,6 +470,12 @@ _swaps: weakref.WeakKeyDictionary[Optimizer, _Swap] = weakref.WeakKeyDictionary(
 _RECORDED = "_globaltensor_recorded"
 
 
+# A program's counts of steps are compared at so many first steps, and then at one in so many.
+_COUNTS_COMPARED: Final = 16
+# The plain numbers in the state of torch's optimizers, which count steps or follow from the count.
+_COUNTS: Final = ("step", "eta", "mu", "mu_product", "n_iter", "func_evals")
+
+
 @dataclass(slots=True)
 class _RecordedGroups:
     """The results of `_record` for an optimizer, valid until its groups change."""
@@ -478,27 +485,26 @@ class _RecordedGroups:
     tensors: list[torch.Tensor]  # hyperparameters that are tensors
     versions: list[int]  # of these
     code: bytes
-    parameters: int  # the hash of their serials
+    # The placements of the parameters, each with the hash of the serials of those on it.
+    parameters: dict[Placement, int]
     # The number of states, if none was empty and all were of global parameters, else -1.
     full_states: int = -1
+    steps: int = 0  # how many were recorded, with earlier groups too
 
 
 def _record(optimizer: Optimizer) -> None:
     """Add a step to the history of what this rank has run.
 
-    Ranks compare the optimizer's class, its hyperparameters, its parameters, and how many of them
-    have a state."""
+    Ranks compare the optimizer's class, its hyperparameters, its parameters, how many of them have
+    a state, and at intervals the counts of steps in it. Where parameters are on several placements,
+    as those of a pipeline, the ranks of all compare the hyperparameters."""
     this_world, groups = world(), optimizer.param_groups
     if (
         not this_world.compares
         or not groups
         or not groups[0]["params"]
-        or not isinstance(first := groups[0]["params"][0], GlobalTensor)
+        or not isinstance(groups[0]["params"][0], GlobalTensor)
     ):
-        return
-    placement = first._spec.shown.placement
-    history = this_world.history((placement,))
-    if not history.records:
         return
     values = group_values(groups)
     known: _RecordedGroups | None = optimizer.__dict__.get(_RECORDED)
@@ -511,24 +517,67 @@ def _record(optimizer: Optimizer) -> None:
     ):
         tensors = hyperparameter_tensors(optimizer)
         settings = "; ".join(map(spelled, hyperparameters(optimizer)))
+        serials: defaultdict[Placement, list[int]] = defaultdict(list)
+        for group in groups:
+            for p in group["params"]:
+                if isinstance(p, GlobalTensor):
+                    serials[p._spec.shown.placement].append(p._serial)
         known = optimizer.__dict__[_RECORDED] = _RecordedGroups(
             values,
             count,
             tensors,
             [t._version for t in tensors],
-            history.learn(f"{type(optimizer).__name__}.step with {settings}"),
-            hash(tuple(p._serial for g in groups for p in g["params"] if _is_on(p, placement))),
+            digest_of(f"{type(optimizer).__name__}.step with {settings}"),
+            {placement: hash(tuple(of)) for placement, of in serials.items()},
+            steps=0 if known is None else known.steps,
         )
+        for history in _histories(this_world, known):
+            history.learn(f"{type(optimizer).__name__}.step with {settings}")
     with_state = len(optimizer.state)
     if with_state != known.full_states:
         # Reading the state of a parameter makes an empty one.
         full = sum(1 for p, state in optimizer.state.items() if type(p) in ORDINARY and state)
         with_state, known.full_states = full, with_state if full == with_state else -1
-    history.record(known.code, with_state, known.parameters)
+    known.steps += 1
+    counted = known.steps <= _COUNTS_COMPARED or known.steps % _COUNTS_COMPARED == 0
+    several = len(known.parameters) > 1
+    for placement, parameters in known.parameters.items():
+        history = this_world.history((placement,))
+        if history.records and this_world.rank in history.ranks:
+            if several:
+                with_state = sum(1 for _ in _states_on(optimizer, placement))
+            history.record(known.code, with_state, parameters)
+            if counted:
+                history.record(digest_of(repr(_counts(_states_on(optimizer, placement)))))
+    if several:
+        this_world.history(tuple(known.parameters)).record(known.code)
 
 
-def _is_on(p: torch.Tensor, placement: Placement) -> bool:
-    return isinstance(p, GlobalTensor) and p._spec.shown.placement is placement
+def _histories(this_world: World, known: _RecordedGroups) -> list[History]:
+    """Return the histories to which the steps of an optimizer belong."""
+    places = [(placement,) for placement in known.parameters]
+    if len(places) > 1:
+        places.append(tuple(known.parameters))  # type: ignore[arg-type]
+    return [this_world.history(of) for of in places]
+
+
+def _states_on(optimizer: Optimizer, placement: Placement) -> Iterator[State]:
+    """Yield the states of the parameters on a placement, if not empty."""
+    for p, state in optimizer.state.items():
+        if state and isinstance(p, GlobalTensor) and p._spec.shown.placement is placement:
+            yield state
+
+
+def _counts(states: Iterable[State]) -> list[float]:
+    """Return the counts of steps in the states, as far as this rank can read them at once."""
+    found = [state[name] for state in states for name in _COUNTS if name in state]
+    tensors = [
+        v for v in found if type(v) is torch.Tensor and v.numel() == 1 and v.device.type == "cpu"
+    ]
+    numbers = [float(v) for v in found if isinstance(v, (int, float))]
+    if tensors:
+        numbers += torch.cat([t.detach().reshape(1).double() for t in tensors]).tolist()
+    return numbers
 
 
 def _record_loaded(optimizer: Optimizer) -> None:
