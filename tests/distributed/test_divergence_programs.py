@@ -234,7 +234,9 @@ def test_ranks_that_wait_for_each_other_in_two_groups_are_told(tmp_path: Path, s
     code, said = launched(tmp_path, program, ranks=4, GLOBALTENSOR_SHARED_MEMORY=shared)
     assert code == 1
     assert re.search(r"DivergenceError: train.py:\d+: (y = torch|loss.backward\(\))", said), said
-    assert re.search(r"backward of .* \(train.py:\d+: loss.backward\(\)\)|rank 0 waits for it", said)
+    assert re.search(
+        r"backward of .* \(train.py:\d+: loss.backward\(\)\)|rank 0 waits for it", said
+    )
 
 
 LATE_AT_BARRIERS = f"""{PROGRAM}{SOON}
@@ -404,3 +406,67 @@ def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) ->
     (x, seed, dropped), (y, other, dropped_too) = eval(first), eval(second)
     assert (x, dropped) == (y, dropped_too)
     assert seed != other
+
+
+OPTIMIZERS = """
+import torch, globaltensor as flow
+rank = flow.env.get_rank()
+E, B, S = flow.placement.all("cpu"), flow.sbp.broadcast, flow.sbp.split
+"""
+STAGES = """
+L, R = flow.placement("cpu", [0, 1]), flow.placement("cpu", [2, 3])
+a, b = (torch.nn.Parameter(torch.ones(4).to_global(p, B)) for p in (L, R))
+optimizer = torch.optim.SGD([a, b], lr=0.1)
+for step in range(4):
+    if DIFFERS and rank == 3 and step == 2:
+        optimizer.param_groups[0]["lr"] = 0.5
+    ((a * 2).to_global(R, B) * b).sum().backward()
+    optimizer.step(), optimizer.zero_grad()
+total = b.sum().item()
+"""
+COUNTS = """
+model = flow.parallelize(torch.nn.Linear(6, 4), E, "data")
+optimizer = torch.optim.{name}(model.parameters(), lr=0.1)
+for step in range(6):
+    model(torch.ones(8, 6).to_global(E, B).to_global(sbp=S(0))).square().mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+    if DIFFERS and rank == 1 and step == 2:
+        optimizer.state[model.weight]["{key}"].mul_(3)
+"""
+SCALES = """
+class Step(flow.nn.Graph):
+    def __init__(self):
+        super().__init__()
+        self.model = flow.parallelize(torch.nn.Linear(6, 4), E, "data")
+        self.add_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
+        scale = 64.0 if DIFFERS and rank == 1 else 128.0
+        self.set_grad_scaler({scaler})
+
+    def build(self, x):
+        loss = self.model(x).square().mean()
+        loss.backward()
+        return loss
+
+graph = Step()
+for step in range(4):
+    graph(torch.ones(8, 6).to_global(E, B).to_global(sbp=S(0)))
+"""
+OTHER_STEPS = {
+    "lr of a later stage": (STAGES, 4),
+    **{
+        f"{key} of {name}": (COUNTS.format(name=name, key=key), 2)
+        for name, key in (("Adam", "step"), ("NAdam", "mu_product"), ("ASGD", "eta"))
+    },
+    "scale": (SCALES.format(scaler="flow.amp.StaticGradScaler(scale)"), 2),
+    "first scale": (SCALES.format(scaler="flow.amp.GradScaler(init_scale=scale)"), 2),
+}
+
+
+@pytest.mark.parametrize("what", OTHER_STEPS)
+def test_optimizer_steps_that_differ_on_one_rank_are_told(tmp_path: Path, what: str) -> None:
+    program, ranks = OTHER_STEPS[what]
+    code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = True{program}", ranks=ranks)
+    assert code == 1
+    assert "DivergenceError" in said
+    code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = False{program}", ranks=ranks)
+    assert (code, said) == (0, ""), said

@@ -32,6 +32,22 @@ OPS: dict[str, tuple[Callable[..., torch.Tensor], tuple[tuple[int, ...], ...]]] 
 }
 
 
+def test_what_is_put_before_a_batch_follows_the_batch() -> None:
+    """A class token whose features are split, before a batch whose rows are: the batch stays."""
+    token, batch = (
+        Spec.make(shape, torch.float32, MESH, [split(dim), broadcast])
+        for shape, dim in (((64, 1, 128), 2), ((64, 16, 128), 0))
+    )
+    for specs in ([token, batch], [batch, token]):
+        args = [Arg(i, s) for i, s in enumerate(specs)]
+        op, rule = OpDescription(args, function=torch.cat), rule_of(torch.cat, {})
+        assert rule is not None
+        rule.describe(op, args, 1)
+        out = Spec.make((64, 17, 128), torch.float32, MESH, [broadcast] * 2)
+        choice = CHOOSING.select_signature(op, [out])
+        assert choice.outs[0].layout[0] == split(0)
+
+
 @pytest.mark.long
 @settings(deadline=None, max_examples=150)
 @given(st.sampled_from(sorted(OPS)), st.data())

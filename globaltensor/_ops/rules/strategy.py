@@ -196,11 +196,13 @@ def _price(
 def _main_operand(op: OpDescription) -> int:
     """Return the index of the operand that the program goes on from.
 
-    The main operand is the first that has every dim of the result (not the scale in ``scale * x``),
-    else operand 0.
+    The main operand is the largest that has every dim of the result (not the scale in
+    ``scale * x``, nor the class token that ``cat`` puts before a batch), of equally large ones the
+    first. If no operand has every dim, it is operand 0.
     """
     wanted = {f for f in op.out[0] if f is not None} if op.out else set()
-    return next((i for i, dims in enumerate(op.dims) if wanted <= set(dims)), 0)
+    full = [i for i, dims in enumerate(op.dims) if wanted <= set(dims)]
+    return max(full, key=lambda i: op.args[i].spec.numel, default=0)
 
 
 def _is_new(op: OpDescription, axis: int, signature: Signature) -> bool:

@@ -265,6 +265,10 @@ class ProcessGroupCommunicator(P2PCommunicator):
     @property
     def group(self) -> dist.ProcessGroup:
         """The torch group of these ranks."""
+        if not self._mpi and not self.world.groups_of(self._sorted) and self.size < self.world.size:
+            # They meet first, because no watchdog ends a wait in the function that creates a group.
+            meeting = P2PCommunicator(self.world, self.ranks)
+            meeting._all_gather_parts(torch.zeros(1, dtype=torch.uint8), [1] * self.size)
         return self.world.group(self._sorted)
 
     def _compare(self, device: torch.device) -> None:
