@@ -71,11 +71,10 @@ def _body(func: types.FunctionType, names: tuple[str, ...]) -> Callable[..., Any
     # The body first asks whether an argument overrides the function, and the call would come back
     # here for ever. In this copy the answer is no.
     own = {**func.__globals__, **dict.fromkeys(names, lambda *a: False)}
-    if "overrides" in func.__code__.co_names:
-        own["torch"] = _ModuleOverlay(
-            torch,
-            {"overrides": _ModuleOverlay(torch.overrides, dict.fromkeys(names, lambda *a: False))},
-        )
+    if "overrides" in func.__code__.co_names:  # as torch.overrides, or imported by name
+        overrides = _ModuleOverlay(torch.overrides, dict.fromkeys(names, lambda *a: False))
+        own["torch"] = _ModuleOverlay(torch, {"overrides": overrides})
+        own["overrides"] = overrides
     copy = types.FunctionType(
         func.__code__, own, func.__name__, func.__defaults__, func.__closure__
     )

@@ -767,3 +767,32 @@ def test_a_plain_tensor_takes_the_type_of_a_global_one() -> None:
         assert torch.ones(2).to(g).dtype is torch.float64
         assert torch.ones(2).type_as(other=g).is_global  # type: ignore[call-arg, attr-defined]
         assert g.type_as(torch.ones(2)).sbp == (sbp,)
+
+
+# ----------------------------------------------------------------- functions with a body in Python
+
+
+@on()
+def test_checks_and_symbolic_numbers_take_global_tensors() -> None:
+    for sbp in (B, S(0), P):
+        g = laid_out(values(4), sbp)
+        total = float(g.sum())
+        torch._assert(g.sum() == total, "no")
+        with pytest.raises(AssertionError, match="^no$"):
+            torch._assert(g.sum() > total, "no")
+        assert torch.sym_int(g[0] * 0 + 3.5) == 3
+        assert torch.sym_float(g[1]) == float(g[1])
+        assert torch.sym_not(g[0] * 0) is True
+
+
+@on()
+def test_negative_indices_are_filled_from_the_end() -> None:
+    for sbp in (B, S(0), S(1), P):
+        for rows in (4, 3, 1):
+            x = values(rows, 3)
+            for dim, index in ((0, [-1, 0]), (1, [-3, -1]), (-1, [1])):
+                at = torch.tensor(index)
+                same(laid_out(x, sbp).index_fill(dim, at, 1.5), x.index_fill(dim, at, 1.5))
+                if sbp is not P:
+                    got = laid_out(x, sbp).index_fill_(dim, at, 1.5)
+                    same(got, x.clone().index_fill_(dim, at, 1.5))

@@ -264,10 +264,14 @@ def _local_write(d: int, shape: Sequence[int], name: str) -> Callable[[LocalCont
                 d, index, *rest, **kwargs
             )
         offset, length = split.box(("x", d))
+        # Of these functions torch's index_fill alone counts negative indices from the end.
+        from_end = name.startswith("index_fill")
 
         def run(
             input: torch.Tensor, dim: int, index: torch.Tensor, *rest: Any, **kwargs: Any
         ) -> torch.Tensor:
+            if from_end:
+                index = torch.where(index < 0, index + shape[d], index)
             # Values for other ranks go to one more row, which is dropped.
             here, _ = picked(index, shape[d], offset, length, miss=length)
             out = getattr(extended(input, d), name)(d, here, *rest, **kwargs).narrow(d, 0, length)
