@@ -778,7 +778,7 @@ def test_checks_and_symbolic_numbers_take_global_tensors() -> None:
         g = laid_out(values(4), sbp)
         total = float(g.sum())
         torch._assert(g.sum() == total, "no")
-        with pytest.raises(AssertionError, match="^no$"):
+        with pytest.raises(AssertionError, match=r"^no$"):
             torch._assert(g.sum() > total, "no")
         assert torch.sym_int(g[0] * 0 + 3.5) == 3
         assert torch.sym_float(g[1]) == float(g[1])
@@ -796,3 +796,26 @@ def test_negative_indices_are_filled_from_the_end() -> None:
                 if sbp is not P:
                     got = laid_out(x, sbp).index_fill_(dim, at, 1.5)
                     same(got, x.clone().index_fill_(dim, at, 1.5))
+
+
+@on()
+def test_diagonals_by_einsum_are_views() -> None:
+    for sbp in (B, S(0), S(1), P):
+        for equation, shape in (
+            ("ii->i", (3, 3)),
+            ("iij->ij", (4, 4, 3)),
+            ("aa->a", (1, 1)),
+            ("iji->ji", (3, 2, 3)),
+            ("iii->i", (3, 3, 3)),
+            ("...ii->...i", (2, 3, 3)),
+        ):
+            x = values(*shape)
+            g = laid_out(x, sbp)
+            same(torch.einsum(equation, g), torch.einsum(equation, x))
+            same(torch.einsum(equation, [g]), torch.einsum(equation, [x]))
+            torch.einsum(equation, g).mul_(3)
+            torch.einsum(equation, x).mul_(3)
+            same(g, x)
+        x = values(3, 3)
+        same(torch.einsum("ii", laid_out(x, sbp)), torch.einsum("ii", x))
+        same(torch.einsum("ii,i->i", laid_out(x, sbp), laid_out(x[0], B)), x.diagonal() * x[0])

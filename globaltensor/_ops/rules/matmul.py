@@ -5,6 +5,7 @@ A contracted dim that is split gives a partial sum. Products are linear in each 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -236,6 +237,20 @@ def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
     op.whole = {f for term in terms for f in term if term.count(f) > 1}
     for f in op.whole:
         op.reduce.pop(f, None)
+    if op.whole and len(terms) == 1 and sorted({*terms[0]}) == sorted(result):
+        op.composite = functools.partial(_diagonals, terms[0], result)
+
+
+def _diagonals(term: list[str], result: list[str], equation: str, *operands: Any) -> Any:
+    """Return diagonals of a tensor as a view, as torch's einsum does where nothing is summed."""
+    (x,) = operands[0] if isinstance(operands[0], (tuple, list)) else operands
+    letters = list(term)
+    while repeated := next((f for f in letters if letters.count(f) > 1), None):
+        first = letters.index(repeated)
+        second = letters.index(repeated, first + 1)
+        x = x.diagonal(0, first, second)
+        letters = [f for d, f in enumerate(letters) if d not in (first, second)] + [repeated]
+    return x.permute([letters.index(f) for f in result])
 
 
 def _equation(equation: str, args: Sequence[Arg]) -> tuple[list[list[str]], list[str]]:
