@@ -129,6 +129,13 @@ class _OpenLogs:
 _forbidden: ContextVar[bool] = ContextVar("globaltensor_no_boxing", default=False)
 
 
+class _Log(list[Any]):
+    """A list of records, which prints as one record a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self))
+
+
 @contextmanager
 def boxing_log() -> Iterator[list[Any]]:
     """Collect a record of what this rank sends for global tensors in the block, and why.
@@ -145,7 +152,7 @@ def boxing_log() -> Iterator[list[Any]]:
     >>> [record.op for record in log]
     []
     """
-    log: list[Any] = []
+    log: list[Any] = _Log()
     this_world = world()
     open_logs = this_world.state(_OpenLogs)
     open_logs.logs = (*open_logs.logs, log)

@@ -295,7 +295,7 @@ def vanish() -> None:
             2,
             (
                 r"(?s)rank 1 \(local rank 1, pid \d+ on .*\) was ended by SIGKILL \(signal 9\), as "
-                r"the system does when memory runs out.*\| last words"
+                r"by kill -9, or by the system when memory runs out.*\| last words"
             ),
         ),
         (vanish, 1, r"rank 0 \(.*\) ended with exit code 5; the function had not returned"),

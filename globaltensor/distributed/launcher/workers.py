@@ -130,7 +130,7 @@ class Rank:
         if code < 0:
             how = f"was ended by {signal_name(-code)} (signal {-code})"
             if -code == signal.SIGKILL:
-                how += ", as the system does when memory runs out"
+                how += ", as by kill -9, or by the system when memory runs out"
         return (
             f"rank {self.rank} (local rank {self.local_rank}, pid "
             f"{self.process.pid if self.process else 0} on {socket.gethostname()}) {how}"
@@ -285,7 +285,7 @@ class LocalWorkers:
         ]
         if first.err.path is not None:
             lines.append(f"its output is in {first.err.path.parent}")
-        left = len(self.ranks) - len(failed)
+        left = sum(rank.code != 0 for rank in self.ranks) - len(failed)
         if left:
             others_left = f"{left} ranks" if left > 1 else "rank"
             lines.append(f"the launcher has ended the other {others_left} of this node too")
