@@ -18,19 +18,37 @@ import json
 import pickle
 import re
 from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from .._base.user_code import line_text, user_line
+from .._base.user_code import line_text, user_frame, user_line
 from ..sharding.tensor_kinds import TensorKind
 
 __all__ = [
-    "ALWAYS_COMPARED", "COMPARED_EVERY", "OBJECTS", "OTHER_SIDE", "PARAMETER", "READING",
-    "READING_ADVICE", "History", "PlainUse", "Purpose", "Report", "collective_of", "describe",
-    "differs_at_end", "due", "end_record", "how_it_ended", "plain_text", "spelled",
+    "ALWAYS_COMPARED",
+    "COMPARED_EVERY",
+    "OBJECTS",
+    "OTHER_SIDE",
+    "PARAMETER",
+    "READING",
+    "READING_ADVICE",
+    "History",
+    "PlainUse",
+    "Purpose",
+    "RecordedOperation",
+    "Report",
+    "collective_of",
+    "describe",
+    "described_operations",
+    "differs_at_end",
+    "due",
+    "end_record",
+    "how_it_ended",
+    "plain_text",
+    "spelled",
 ]  # fmt: skip
 
 #: The first collectives of a communicator are all compared before data moves, later ones at
@@ -118,6 +136,18 @@ def plain_text(dtype: torch.dtype, shape: Sequence[int], first: Sequence[Any], d
     return f"{str(dtype).removeprefix('torch.')}{list(shape)} of [{numbers}{more}], digest {digest}"
 
 
+class RecordedOperation(NamedTuple):
+    """An operation that a rank has run: its text, and the user's line of its first use."""
+
+    text: str
+    file: str = ""
+    line: int = 0
+
+    def described(self) -> list[str]:
+        """Return the texts of the operation and of the line."""
+        return [self.text, line_text(self.file, self.line) if self.file else ""]
+
+
 class History:
     """A rolling digest of what this rank has run on global tensors of some ranks.
 
@@ -140,8 +170,8 @@ class History:
         #: The gradient mode of the last call. A call under `no_grad` on one rank alone gives the
         #: same value there, and other gradients.
         self.grad_enabled = True
-        #: The planned operations, each once, in the order of first use: digest -> text.
-        self.operations: OrderedDict[bytes, str] = OrderedDict()
+        #: The planned operations by digest, each once, in the order of first use.
+        self.operations: OrderedDict[bytes, RecordedOperation] = OrderedDict()
         #: The last uses of plain tensors that `record_plain` added.
         self.plain_uses: deque[PlainUse] = deque(maxlen=_MAX_PLAIN_USES)
         self.plain_count = 0
@@ -176,11 +206,13 @@ class History:
     def learn(self, text: str) -> bytes:
         """Return the digest by which to record the operation with this text.
 
-        The text is saved for reports.
+        The text is saved for reports, with the user's line.
         """
         digest = digest_of(text)
-        if self.records:
-            self.operations[digest] = text
+        if self.records and digest not in self.operations:
+            frame = user_frame()
+            place = () if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+            self.operations[digest] = RecordedOperation(text, *place)
             if len(self.operations) > _MAX_OPERATIONS:
                 self.operations.popitem(last=False)
         return digest
@@ -222,6 +254,15 @@ def due(count: int) -> bool:
     )
 
 
+def described_operations(histories: Iterable[History]) -> list[tuple[bytes, str, str]]:
+    """Return the digest, the text and the line of each operation in the histories."""
+    return [
+        (digest, *operation.described())  # type: ignore[misc]
+        for history in histories
+        for digest, operation in history.operations.items()
+    ]
+
+
 @dataclass
 class Report:
     """The description that one rank sends of itself when digests differ."""
@@ -232,7 +273,8 @@ class Report:
     line: str = ""  # the line of the user's program
     # The plain tensor that is being compared, if the collective compares one.
     plain: str = ""
-    operations: list[tuple[bytes, str]] = field(default_factory=list)
+    # Each by its digest, its text and the line of its first use.
+    operations: list[tuple[bytes, str, str]] = field(default_factory=list)
     odd: TensorKind | None = None  # the kind of that tensor, if it is not an ordinary one
     detail: str = ""  # what this rank has seen of the others, such as a message of another size
     # The last uses of plain tensors (`PlainUse.described`).
@@ -249,7 +291,7 @@ class Report:
         detail: str = "",
     ) -> Report:
         """Return the current report of this rank."""
-        operations = [item for history in histories for item in history.operations.items()]
+        operations = described_operations(histories)
         uses = [use.described() for history in histories for use in history.plain_uses]
         return Report(
             rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail, uses
@@ -346,8 +388,9 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
         several = len(silent) > 1
         lines.append(
             f"  rank{'s' if several else ''} {', '.join(map(str, silent[:8]))} "
-            f"{'are' if several else 'is'} at no collective on global tensors now: "
-            f"{'they compute, have' if several else 'it computes, has'} ended, or caught an error "
+            f"{'have' if several else 'has'} not come to this collective: "
+            f"{'they compute, are' if several else 'it computes, is'} in an operation with other "
+            f"ranks, {'have' if several else 'has'} ended, or caught an error "
             f"of a collective (an interrupt, a timeout) and went on"
         )
     if other is not first:
@@ -377,7 +420,10 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
     record = {
         ",".join(map(str, ranks)): [
             h.digest().hex(),
-            list(h.operations.values())[-_LAST_OPERATIONS:],
+            [
+                operation.described()
+                for operation in list(h.operations.values())[-_LAST_OPERATIONS:]
+            ],
             [use.described() for use in h.plain_uses],
         ]
         for ranks, h in histories.items()
@@ -438,7 +484,7 @@ def differs_at_end(rank: int, records: Mapping[int, bytes]) -> str:
 
 
 def _divergence_at_end_text(
-    rank: int, operations: list[str], other: int, other_operations: list[str]
+    rank: int, operations: list[list[str]], other: int, other_operations: list[list[str]]
 ) -> str:
     lines = [
         (
@@ -450,10 +496,12 @@ def _divergence_at_end_text(
         (rank, operations, other_operations),
         (other, other_operations, operations),
     ):
-        text = next((text for text in own_operations if text not in peer_operations), None)
-        if text is not None:
+        known = {text for text, _ in peer_operations}
+        found = next(((text, line) for text, line in own_operations if text not in known), None)
+        if found is not None:
             lines.append(
-                f"  rank {me} has run {text[:_SHOWN]}, which rank {rank + other - me} has not"
+                f"  rank {me} has run {_shown_operation(*found)}, which rank {rank + other - me} "
+                f"has not"
             )
     if len(lines) == 1:
         lines.append(
@@ -472,15 +520,19 @@ def _line_text(report: Report) -> str:
     return f"{report.line}\n" if report.line else ""
 
 
+def _shown_operation(text: str, line: str) -> str:
+    return text[:_SHOWN] + (f"  ({line})" if line else "")
+
+
 def _differing_operations(first: Report, other: Report) -> list[str]:
     lines = []
     for report, peer_report in ((first, other), (other, first)):
-        known = {digest for digest, _ in peer_report.operations}
-        text = next((text for digest, text in report.operations if digest not in known), None)
-        if text is not None:
+        known = {digest for digest, _, _ in peer_report.operations}
+        found = next((o for o in report.operations if o[0] not in known), None)
+        if found is not None:
             lines.append(
-                f"  rank {report.rank} has run {text[:_SHOWN]}, which rank {peer_report.rank} "
-                f"has not"
+                f"  rank {report.rank} has run {_shown_operation(*found[1:])}, which rank "
+                f"{peer_report.rank} has not"
             )
     return lines
 

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import Any, Final
 
 from ..._base.user_code import user_line
-from ..divergence import OTHER_SIDE, Report, describe, spelled
+from ..divergence import OTHER_SIDE, Report, describe, described_operations, spelled
 from ..store_liveness import store_answers
 from ..world import ProcessWorld, running
 
@@ -86,7 +86,7 @@ def _report_and_exit() -> None:
     if not isinstance(world, ProcessWorld) or frame is None:
         return
     line = user_line(frame)
-    operations = [item for h in world.histories.values() for item in h.operations.items()]
+    operations = described_operations(world.histories.values())
     report = Report(
         world.rank, world.kind, spelled(world.purpose), line, "", operations, None, _DETAIL
     )
