@@ -44,7 +44,8 @@ def diverging() -> list[str]:
     said.append(
         refused(
             lambda: (rows().sin() if rank else rows().cos()).sum().item(),
-            r"rank 0 has run cos\(f32\[4, 3\] S\(0\)\)  \(test_divergence.py:\d+: .*\), which rank 1 has not",
+            r"rank 0 has run cos\(f32\[4, 3\] S\(0\)\)  \(test_divergence.py:\d+: .*\), which "
+            r"rank 1 has not",
         )
     )
     said.append(refused(lambda: (rows() * (2 + rank)).sum().item(), "with other numbers"))
