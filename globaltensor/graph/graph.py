@@ -431,7 +431,7 @@ class Graph:
         if self._scaler is not None:
             scale *= float(self._scaler.scale(torch.ones(())))
             history = world().history_of_all()
-            history.record(history.learn(f"gradients of {self.name} scaled by {scale!r}"))
+            history.record(history.learn(f"gradients of {type(self).__name__} scaled by {scale!r}"))
         with freeing(self._shared[0], self.config.freed, built.searched):
             outs = built.run(list(map(_inputs, micros)), scale, True)
         ran = time.time()
