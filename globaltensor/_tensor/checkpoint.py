@@ -412,6 +412,8 @@ def _check_same_names(plans: Sequence[Any]) -> None:
 
     held: dict[str, dict[int, int]] = {}  # name -> elements by rank
     numels: dict[str, int] = {}
+    if not all(getattr(plan, "usable", True) for plan in plans):
+        return  # torch keeps the plans of an earlier save for ranks that pass the same as there
     for rank, plan in enumerate(plans):
         for item in plan.items:
             if item.type is WriteItemType.SHARD:

@@ -33,8 +33,10 @@ _KEY: Final = "globaltensor_waits"  # prefix of the store's keys under which ran
 _TICK_SECONDS: Final = 0.25
 # A rank writes its note again after so many ticks, which shows that the note still holds.
 _BEAT_TICKS: Final = 4
-# A rank looks at the notes of so many others at each tick, and more rarely at more of them.
-_LOOKS_PER_TICK: Final = 8
+# The last beat of a note must not be older.
+_FRESH_SECONDS: Final = 3.0
+# A rank reads so many notes of others at each tick, and more of them more rarely.
+_NOTES_PER_TICK: Final = 8
 # A rank is noted after so many seconds in a collective.
 _NOTED_SECONDS: Final = 1.0
 # The notes of the other ranks must stay the same for so long.
@@ -82,8 +84,8 @@ class UserCall(NamedTuple):
     def members(self) -> list[int]:
         """Return the ranks that must make this call."""
         given = inspect.signature(getattr(dist, self.name)).bind(*self.args, **self.kwargs)
-        if given.arguments.get("use_local_synchronization"):  # an argument of new_group
-            return list(given.arguments["ranks"])
+        if self.name == "new_group" and (ranks := given.arguments.get("ranks")) is not None:
+            return list(ranks)  # others leave the call at once
         group = given.arguments.get("group")
         return dist.get_process_group_ranks(dist.group.WORLD if group is None else group)
 
@@ -173,10 +175,10 @@ class Wait:
         self._watchdog, self.number = watchdog, 0
         self.found: Deadlock | None = None
         # Of the thread: the number of the wait that it has looked at, since when that lasts, what
-        # the ranks have noted, since when they have, and their beats at that time.
+        # the ranks have noted, since when they have, and the last beat of each with its time.
         self.looked_at, self.since = 0, 0.0
         self.notes, self.noted_since = dict[int, WaitNote](), 0.0
-        self.beats: dict[int, int] = {}
+        self.beats: dict[int, tuple[int, float]] = {}
 
     def __enter__(self) -> Wait:
         self.number += 1
@@ -203,7 +205,7 @@ class Watchdog:
         # The call that was seen last (0: none), and since when it lasts.
         self._seen, self._since = 0, 0.0
         self._noted: WaitNote | None = None  # what the store has
-        self._ticks = 0
+        self._ticks = self._next_look = 0  # the ticks so far, and the one of the next look
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="globaltensor watchdog", daemon=True)
         self._thread.start()
@@ -254,8 +256,11 @@ class Watchdog:
             return self._noted
         user_call = UserCall(*call)
         place = f"torch.distributed.{user_call.name}  ({_line_of_program()})"
-        members = tuple(user_call.members())
-        return WaitNote(number, user_call.name, user_call.nbytes(), members, place)
+        try:
+            members, nbytes = tuple(user_call.members()), user_call.nbytes()
+        except Exception:  # arguments of which torch will say what is wrong, or sparse tensors
+            return None
+        return WaitNote(number, user_call.name, nbytes, members, place)
 
     def _long_wait(self, wait: Wait | None) -> WaitNote | None:
         """Return a note on the operation that this rank has been in for long, or None."""
@@ -278,18 +283,23 @@ class Watchdog:
         now, own = time.monotonic(), self._noted
         if wait.found is not None or own is None or own.name not in (_OPERATION, _MESSAGE):
             return
-        if self._ticks % (1 + len(wait.peers) // _LOOKS_PER_TICK):
+        if self._ticks < self._next_look:
             return
         notes, beats = self._notes_of_waiting(own)
+        self._next_look = self._ticks + 1 + len(beats) // _NOTES_PER_TICK
         if not notes or notes != wait.notes:
-            wait.notes, wait.beats, wait.noted_since = notes, beats, now
+            wait.notes, wait.noted_since = notes, now
+            wait.beats = {rank: (beat, 0.0) for rank, beat in beats.items()}
             return
+        for rank, beat in beats.items():
+            if beat != wait.beats[rank][0]:
+                wait.beats[rank] = beat, now
         others = {rank: note for rank, note in notes.items() if rank != self._rank}
         if (
             now - wait.since > (_MOVING_SECONDS if wait.moving else _SECONDS)
             and now - wait.noted_since
             > max([_UNCHANGED_SECONDS, *(note.moving_seconds for note in others.values())])
-            and all(beats[rank] > wait.beats[rank] for rank in others)
+            and all(now - since < _FRESH_SECONDS for _, since in wait.beats.values())
             and self.wait is wait
             and wait.looked_at == wait.number
         ):
@@ -300,22 +310,24 @@ class Watchdog:
     def _notes_of_waiting(self, own: WaitNote) -> tuple[dict[int, WaitNote], dict[int, int]]:
         """Return the notes of the ranks that wait for this one, and that it waits for.
 
-        Where all other members of the operation are in collectives that need this rank, those are
-        all. Otherwise they are all ranks that this one waits for, also through others. Return none
-        if one of them does not wait, or if all members of a collective are in it. The second value
-        has the time of each rank's note, in ticks of that rank.
+        Where all other members of the operation are in collectives that cannot end without this
+        rank, those are all. Otherwise they are all ranks that this one waits for, also through
+        others. Return none if one of them does not wait, or if all members of a collective are in
+        it. The second value has the time of each note that was read, in ticks of its rank.
         """
-        notes, beats, missing = {self._rank: own}, {}, [r for r in own.members if r != self._rank]
+        notes, beats = {self._rank: own}, dict[int, int]()
+        missing = dict.fromkeys(r for r in own.members if r != self._rank)  # a set, with an order
         peers = len(missing)
         while missing:
-            rank = missing.pop(0)
+            rank = next(iter(missing))
+            del missing[rank]
             note, beats[rank] = self._note_of(rank)
             if note is None:
-                return {}, {}
+                return {}, beats
             notes[rank] = note
-            missing += [r for r in note.members if r not in notes and r not in missing]
+            missing |= dict.fromkeys(r for r in note.members if r not in notes)
             if len(notes) == 1 + peers and all(
-                self._rank in n.members and n.name not in (_OPERATION, _MESSAGE)
+                self._rank in n.members and n.name in (*_SYMMETRIC, *_BARRIERS)
                 for r, n in notes.items()
                 if r != self._rank
             ):
@@ -325,7 +337,7 @@ class Watchdog:
                 if note.name != _MESSAGE and all(
                     note.of_same_collective(notes[r]) for r in note.members
                 ):
-                    return {}, {}
+                    return {}, beats
         return dict(sorted(notes.items())), beats
 
     def _note_of(self, rank: int) -> tuple[WaitNote | None, int]:

@@ -496,8 +496,8 @@ def _record(optimizer: Optimizer) -> None:
     """Add a step to the history of what this rank has run.
 
     Ranks compare the optimizer's class, its hyperparameters, its parameters, how many of them have
-    a state, and at intervals the counts of steps in it. Where parameters are on several placements,
-    as those of a pipeline, the ranks of all compare the hyperparameters."""
+    a state, and at intervals the counts of steps in it. Where no rank has all parameters, as in a
+    pipeline, the ranks of all placements compare the hyperparameters."""
     this_world, groups = world(), optimizer.param_groups
     if (
         not this_world.compares
@@ -541,6 +541,10 @@ def _record(optimizer: Optimizer) -> None:
     known.steps += 1
     counted = known.steps <= _COUNTS_COMPARED or known.steps % _COUNTS_COMPARED == 0
     several = len(known.parameters) > 1
+    # A program may also give each rank an optimizer for the parameters on that rank alone.
+    together = several and not frozenset.intersection(
+        *(frozenset(placement.flat) for placement in known.parameters)
+    )
     for placement, parameters in known.parameters.items():
         history = this_world.history((placement,))
         if history.records and this_world.rank in history.ranks:
@@ -549,7 +553,7 @@ def _record(optimizer: Optimizer) -> None:
             history.record(known.code, with_state, parameters)
             if counted:
                 history.record(digest_of(repr(_counts(_states_on(optimizer, placement)))))
-    if several:
+    if together:
         this_world.history(tuple(known.parameters)).record(known.code)
 
 

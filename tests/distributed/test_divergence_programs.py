@@ -467,3 +467,49 @@ def test_optimizer_steps_that_differ_on_one_rank_are_told(tmp_path: Path, what: 
     assert "DivergenceError" in said
     code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = False{program}", ranks=ranks)
     assert (code, said) == (0, ""), said
+
+
+RIGHT = {
+    # A rank that is no member of the new group leaves torch's function at once.
+    "new_group": """
+if rank == 2:
+    time.sleep(2)
+if rank:
+    dist.new_group([1, 2], use_local_synchronization=True)
+else:
+    dist.new_group([1, 2])
+""",
+    # A rank that is not the destination leaves the collective as soon as it has sent.
+    "gather": """
+if rank == 2:
+    time.sleep(2)
+dist.gather(torch.ones(2), [torch.empty(2) for _ in range(3)] if rank == 0 else None, dst=0)
+""",
+    "an optimizer of each rank": """
+tied = flow.ones(4, placement=pair, sbp=B, requires_grad=True)
+own = flow.ones(4, placement=flow.placement("cpu", [rank]), sbp=B, requires_grad=True)
+optimizer = torch.optim.SGD([tied, own] if rank == 0 else [tied], lr=0.1)
+for _ in range(3):
+    (tied * 2).sum().backward()
+    (own * 2).sum().backward()
+    optimizer.step()
+""",
+}
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+@pytest.mark.parametrize("what", RIGHT)
+@pytest.mark.sweep(2)
+def test_programs_whose_ranks_are_late_or_differ_rightly_are_run(
+    tmp_path: Path, what: str, shared: str
+) -> None:
+    program = f"""{SOON}import time, torch, torch.distributed as dist, globaltensor as flow
+B, rank = flow.sbp.broadcast, flow.env.get_rank()
+pair, everyone = flow.placement("cpu", [0, 1]), flow.placement.all("cpu")
+x = flow.ones(4, placement=pair, sbp=flow.sbp.split(0))
+{RIGHT[what]}
+y = x.to_global(sbp=B)
+flow.ones(3, placement=everyone, sbp=flow.sbp.split(0)).sum().item()
+"""
+    code, said = launched(tmp_path, program, ranks=3, GLOBALTENSOR_SHARED_MEMORY=shared)
+    assert (code, said) == (0, ""), said

@@ -819,3 +819,6 @@ def test_diagonals_by_einsum_are_views() -> None:
         x = values(3, 3)
         same(torch.einsum("ii", laid_out(x, sbp)), torch.einsum("ii", x))
         same(torch.einsum("ii,i->i", laid_out(x, sbp), laid_out(x[0], B)), x.diagonal() * x[0])
+        for equation, shape in (("ii->i", (3, 4)), ("iji->ij", (3, 3, 4))):
+            with pytest.raises(RuntimeError, match="subscript"):
+                torch.einsum(equation, laid_out(values(*shape), sbp))

@@ -237,7 +237,10 @@ def _einsum(op: OpDescription, equation: str, *operands: Any) -> None:
     op.whole = {f for term in terms for f in term if term.count(f) > 1}
     for f in op.whole:
         op.reduce.pop(f, None)
-    if op.whole and len(terms) == 1 and sorted({*terms[0]}) == sorted(result):
+    diagonal = len(terms) == 1 and all(
+        n == sizes[f] for f, n in zip(terms[0], op.args[0].shape, strict=True)
+    )
+    if op.whole and diagonal and sorted({*terms[0]}) == sorted(result):
         op.composite = functools.partial(_diagonals, terms[0], result)
 
 

@@ -30,7 +30,16 @@ from ..._base.refusals import no_values_message
 from ..._base.user_code import user_line
 from ...errors import DivergenceError, PlacementError, WorldError
 from ..communicator import Communicator, Handle, ReduceScatterHandle, as_bytes, combine
-from ..divergence import READING, READING_ADVICE, Report, collective_of, describe, due, spelled
+from ..divergence import (
+    READING,
+    READING_ADVICE,
+    Report,
+    collective_of,
+    describe,
+    digest_of,
+    due,
+    spelled,
+)
 from ..watchdog import CONNECTION_CLOSED, Deadlock, Wait
 from ..world import ProcessWorld
 from . import gloo_size_mismatch
@@ -41,6 +50,7 @@ _TAG: Final = 7001  # separates our messages from the user's own send and recv
 _BACKGROUND_TAG: Final = 7002  # for messages of the background thread
 _AHEAD_TAG: Final = 7004  # for exchanges in progress (7003 is the tag of channels)
 _WAKE_TAG: Final = 7005  # for a message that no rank sends
+_MEETING_TAG: Final = 7006  # for ranks that are about to create a group
 _REPLICATED: Final = 1 << 18  # up to this many bytes an all-gather is an all-to-all of copies
 #: Up to so many bytes sent by each rank, an asynchronous all-reduce is built from messages.
 #: ``_SWAPPED`` is for two ranks, where no other algorithm sends fewer bytes. Measured on two cores,
@@ -266,10 +276,25 @@ class ProcessGroupCommunicator(P2PCommunicator):
     def group(self) -> dist.ProcessGroup:
         """The torch group of these ranks."""
         if not self._mpi and not self.world.groups_of(self._sorted) and self.size < self.world.size:
-            # They meet first, because no watchdog ends a wait in the function that creates a group.
-            meeting = P2PCommunicator(self.world, self.ranks)
-            meeting._all_gather_parts(torch.zeros(1, dtype=torch.uint8), [1] * self.size)
+            self._meet()
         return self.world.group(self._sorted)
+
+    def _meet(self) -> None:
+        """Block until all ranks are about to create their group.
+
+        No watchdog ends a wait in torch's function that creates it. Raise DivergenceError if a rank
+        is about to create the group of other ranks."""
+        own = torch.tensor([int.from_bytes(digest_of(str(self._sorted))[:7], "little")])
+        meeting = P2PCommunicator(self.world, self.ranks, _MEETING_TAG)
+        for part in meeting._all_gather_parts(own, [1] * self.size):
+            if not torch.equal(part, own):
+                place = collective_of(self.world.kind, spelled(self.world.purpose))
+                raise DivergenceError(
+                    f"{user_line()}\nrank {self.world.rank} is in {place} with ranks "
+                    f"{list(self._sorted)}, while one of these is in an operation with other "
+                    f"ranks. Every rank must run the same operations on global tensors, in the "
+                    f"same order"
+                )
 
     def _compare(self, device: torch.device) -> None:
         if not due(self._collectives):
