@@ -320,6 +320,7 @@ class Communicator(ABC):
         self._begin_collective(kind, dtype, device, op)
         self._nbytes = None
         world = self.world
+        world.nbytes = nbytes
         if world.trace is not None or world.observer is not None:
             world.observe(Traffic(kind, self.ranks, nbytes))
 

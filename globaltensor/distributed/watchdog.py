@@ -129,9 +129,9 @@ class WaitNote(NamedTuple):
         """The seconds for which the data of the collective may still move, without the rank."""
         if self.name in (_MESSAGE, *_BARRIERS):
             return 0.0
-        if self.name in _SYMMETRIC or (self.name == _OPERATION and len(self.members) == 2):
-            return _MOVING_SECONDS
-        return _PEERS_MOVING_SECONDS + self.nbytes / _BYTES_PER_SECOND
+        pair = self.name == _OPERATION and len(self.members) == 2
+        least = _MOVING_SECONDS if pair or self.name in _SYMMETRIC else _PEERS_MOVING_SECONDS
+        return least + self.nbytes / _BYTES_PER_SECOND
 
 
 class CurrentCall:
@@ -194,11 +194,11 @@ class Watchdog:
     """The watchdog of one rank, a thread.
 
     ``store`` is the store of the rendezvous. ``operation`` returns the operation that this rank is
-    in, as errors show it. Only calls of the main thread are watched: another thread does not keep
-    the main thread from sending what other ranks wait for.
+    in, as errors show it, and the bytes that it sends. Only calls of the main thread are watched:
+    another thread does not keep the main thread from sending what other ranks wait for.
     """
 
-    def __init__(self, rank: int, store: Any, operation: Callable[[], str]) -> None:
+    def __init__(self, rank: int, store: Any, operation: Callable[[], tuple[str, int]]) -> None:
         self._rank, self._store = rank, _own_connection(store)
         self._operation = operation
         self.wait: Wait | None = None  # the wait that the main thread is in
@@ -273,10 +273,11 @@ class Watchdog:
             return None
         name = _MESSAGE if wait.interrupt is None else _OPERATION
         members = tuple(sorted([self._rank, *wait.peers]))
-        if self._noted is not None and self._noted[:4] == (wait.number, name, 0, members):
+        operation, nbytes = self._operation()
+        if self._noted is not None and self._noted[:4] == (wait.number, name, nbytes, members):
             return self._noted
-        place = f"{self._operation()}  ({_line_of_program()})"
-        return WaitNote(wait.number, name, 0, members, place)
+        place = f"{operation}  ({_line_of_program()})"
+        return WaitNote(wait.number, name, nbytes, members, place)
 
     def _look_at(self, wait: Wait) -> None:
         """Set ``wait.found`` if the ranks have waited for each other for long enough."""

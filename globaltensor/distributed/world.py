@@ -106,9 +106,9 @@ class ProcessWorld(World):
             else torch_private.timeout_of(self.process_group).total_seconds()
         )
 
-    def _operation(self) -> str:
-        """Return the operation that this rank is in, as errors show it."""
-        return collective_of(self.kind, spelled(self.purpose))
+    def _operation(self) -> tuple[str, int]:
+        """Return the operation that this rank is in, as errors show it, and its bytes."""
+        return collective_of(self.kind, spelled(self.purpose)), self.nbytes
 
     def leave_to_parent(self) -> None:
         """Give up all connections, in a child that os.fork has made: the parent is the rank."""

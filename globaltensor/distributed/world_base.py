@@ -41,6 +41,7 @@ class World(ABC):
     # errors.
     kind = plain = ""
     purpose: Purpose = ""  # the purpose of that collective, for errors
+    nbytes = 0  # the bytes that this rank sends in its last collective on tensors
     # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
     odd: TensorKind | None = None
     # The object of `check_ranks` that compares this rank's ops with those of other ranks
