@@ -422,8 +422,8 @@ def _check_same_names(plans: Sequence[Any]) -> None:
                 of = held.setdefault(name, {})
                 of[rank] = of.get(rank, 0) + math.prod(data.chunk.sizes)
     for name, of in held.items():
-        if len(plans) > 1 and sum(of.values()) < numels[name]:
-            missing = [rank for rank in range(len(plans)) if rank not in of]
+        missing = [rank for rank in range(len(plans)) if rank not in of]
+        if missing and sum(of.values()) < numels[name]:
             raise PartError(
                 f"torch.distributed.checkpoint.save: ranks {list(of)} save shards of {name}, and "
                 f"ranks {missing} do not, but {sum(of.values())} of its {numels[name]} elements "

@@ -50,9 +50,8 @@ from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.grad import clear_grads, local_grad
 from .._tensor.history import identify_copy, record
 from ..boxing import box
-from ..distributed.divergence import History, digest_of
+from ..distributed.divergence import digest_of
 from ..distributed.world import world
-from ..distributed.world_base import World
 from ..errors import GlobalTensorError, ShapeError
 from ..sharding.placement import Placement
 from ..sharding.sbp import partial_sum
@@ -487,6 +486,8 @@ class _RecordedGroups:
     code: bytes
     # The placements of the parameters, each with the hash of the serials of those on it.
     parameters: dict[Placement, int]
+    # These placements, if their ranks compare the hyperparameters together, else empty.
+    together: tuple[Placement, ...] = ()
     # The number of states, if none was empty and all were of global parameters, else -1.
     full_states: int = -1
     steps: int = 0  # how many were recorded, with earlier groups too
@@ -529,10 +530,12 @@ def _record(optimizer: Optimizer) -> None:
             [t._version for t in tensors],
             digest_of(f"{type(optimizer).__name__}.step with {settings}"),
             {placement: hash(tuple(of)) for placement, of in serials.items()},
+            _compared_together(serials),
             steps=0 if known is None else known.steps,
         )
-        for history in _histories(this_world, known):
-            history.learn(f"{type(optimizer).__name__}.step with {settings}")
+        for places in [*((placement,) for placement in serials), known.together]:
+            if places:
+                this_world.history(places).learn(f"{type(optimizer).__name__}.step with {settings}")
     with_state = len(optimizer.state)
     if with_state != known.full_states:
         # Reading the state of a parameter makes an empty one.
@@ -541,10 +544,6 @@ def _record(optimizer: Optimizer) -> None:
     known.steps += 1
     counted = known.steps <= _COUNTS_COMPARED or known.steps % _COUNTS_COMPARED == 0
     several = len(known.parameters) > 1
-    # A program may also give each rank an optimizer for the parameters on that rank alone.
-    together = several and not frozenset.intersection(
-        *(frozenset(placement.flat) for placement in known.parameters)
-    )
     for placement, parameters in known.parameters.items():
         history = this_world.history((placement,))
         if history.records and this_world.rank in history.ranks:
@@ -553,16 +552,17 @@ def _record(optimizer: Optimizer) -> None:
             history.record(known.code, with_state, parameters)
             if counted:
                 history.record(digest_of(repr(_counts(_states_on(optimizer, placement)))))
-    if together:
-        this_world.history(tuple(known.parameters)).record(known.code)
+    if known.together:
+        this_world.history(known.together).record(known.code)
 
 
-def _histories(this_world: World, known: _RecordedGroups) -> list[History]:
-    """Return the histories to which the steps of an optimizer belong."""
-    places = [(placement,) for placement in known.parameters]
-    if len(places) > 1:
-        places.append(tuple(known.parameters))  # type: ignore[arg-type]
-    return [this_world.history(of) for of in places]
+def _compared_together(placements: Iterable[Placement]) -> tuple[Placement, ...]:
+    """Return the placements of an optimizer's parameters, or none if a rank is on all of them.
+
+    Then the optimizer may be one of that rank alone, for the parameters that it has."""
+    places = tuple(placements)
+    common = frozenset.intersection(*(frozenset(placement.flat) for placement in places))
+    return () if common else places
 
 
 def _states_on(optimizer: Optimizer, placement: Placement) -> Iterator[State]:

@@ -485,6 +485,20 @@ if rank == 2:
     time.sleep(2)
 dist.gather(torch.ones(2), [torch.empty(2) for _ in range(3)] if rank == 0 else None, dst=0)
 """,
+    "an optimizer of each rank for what it holds": """
+tied = [
+    flow.ones(4, placement=flow.placement("cpu", [r, r + 1]), sbp=B, requires_grad=True)
+    for r in (0, 1)
+]
+held = [p for p in tied if rank in p.placement.ranks]
+optimizer = torch.optim.SGD(held, lr=0.1)
+for _ in range(3):
+    for p in tied:
+        (p * 2).sum().backward()
+    optimizer.step()
+for p in tied:
+    p.detach().sum(0, keepdim=True).to_global(sbp=flow.sbp.split(0)).to_global(sbp=B)
+""",
     "an optimizer of each rank": """
 tied = flow.ones(4, placement=pair, sbp=B, requires_grad=True)
 own = flow.ones(4, placement=flow.placement("cpu", [rank]), sbp=B, requires_grad=True)

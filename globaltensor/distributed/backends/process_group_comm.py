@@ -163,7 +163,7 @@ class P2PCommunicator(Communicator):
         rank, purpose = self.world.rank, spelled(self.world.purpose)
         for wait in self._waits.values():
             if isinstance(wait, Wait) and wait.found is not None:
-                return self.waits_for_ever(wait.found)
+                return self.deadlock_error(wait.found)
         why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
         failed = f"rank {rank}: {what} among ranks {list(self.ranks)} failed: {why}"
         place = collective_of(self.world.kind, purpose)
@@ -194,7 +194,7 @@ class P2PCommunicator(Communicator):
             f"where\n({problem})"
         )
 
-    def waits_for_ever(self, found: Deadlock) -> DivergenceError:
+    def deadlock_error(self, found: Deadlock) -> DivergenceError:
         """Return the error for ranks that wait for each other for ever."""
         purpose = spelled(self.world.purpose)
         place = collective_of(self.world.kind, purpose)
@@ -283,7 +283,8 @@ class ProcessGroupCommunicator(P2PCommunicator):
         """Block until all ranks are about to create their group.
 
         No watchdog ends a wait in torch's function that creates it. Raise DivergenceError if a rank
-        is about to create the group of other ranks."""
+        is about to create the group of other ranks.
+        """
         own = torch.tensor([int.from_bytes(digest_of(str(self._sorted))[:7], "little")])
         meeting = P2PCommunicator(self.world, self.ranks, _MEETING_TAG)
         for part in meeting._all_gather_parts(own, [1] * self.size):

@@ -139,7 +139,7 @@ class SharedMemoryCommunicator(ProcessGroupCommunicator):
         ):
             return self._diverged(lambda data: self._exchange_reports(peers, data))
         if isinstance(error, Deadlock):
-            return self.waits_for_ever(error)
+            return self.deadlock_error(error)
         if gone is None:
             return self.broken("a collective", error)
         how, early = how_it_ended(record)
