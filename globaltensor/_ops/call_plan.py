@@ -173,6 +173,7 @@ class CallPlan:
         "function",
         "mixed_history",
         "number_names",
+        "order",
         "out",
         "picks",
         "recorded",
@@ -203,6 +204,8 @@ class CallPlan:
         # True for a view function that picks from a split dim: the owner contributes the data, so
         # the result is a copy.
         self.picks = False
+        # `ResultStrides`, where the local results may have another memory order than on one device
+        self.order: Any = None
         self.function: Callable[..., Any] | None = None
         self.out: Spec | None = None
         self.shape: torch.Size | None = None

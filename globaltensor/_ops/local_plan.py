@@ -43,6 +43,7 @@ from .call_plan import CallPlan, as_on_one_device
 from .nonmember_placeholders import nonmember_outputs
 
 __all__ = [
+    "REFUSED",
     "InPlacePlan",
     "LocalPlan",
     "LocalPlanList",
@@ -61,7 +62,7 @@ __all__ = [
 _GETITEM = torch.Tensor.__getitem__
 
 #: Functions that torch refuses because of the strides of their base, and functions that copy then.
-_REFUSED, _COPIED = (
+REFUSED, COPIED = (
     frozenset(("view", "unflatten", "view_as_complex")),
     frozenset(("reshape", "flatten")),
 )
@@ -223,11 +224,13 @@ class LocalPlan(CallPlan):
                 tensors[0]._spec = self.outs[0]
                 return finish_inplace(tensors[0])
             if self.single:
-                return (
-                    GlobalTensor.wrap(out, self.outs[0])
-                    if not self.view
-                    else self._view(out, self.outs[0], _ViewCall(func, args, kwargs, tensors), 0)
-                )  # type: ignore[arg-type]
+                if self.view:
+                    call = _ViewCall(func, args, kwargs, tensors)
+                    return self._view(out, self.outs[0], call, 0)  # type: ignore[arg-type]
+                wrapped_one = GlobalTensor.wrap(out, self.outs[0])  # type: ignore[arg-type]
+                if self.order is not None:
+                    self.order.arrange(func, args, kwargs, tensors, [wrapped_one])
+                return wrapped_one
             result = tensors_in(out, [])
         pairs = zip(result, self.outs, strict=True)
         if self.view:
@@ -235,6 +238,8 @@ class LocalPlan(CallPlan):
             wrapped = [self._view(local, spec, call, i) for i, (local, spec) in enumerate(pairs)]  # type: ignore[arg-type]
         else:
             wrapped = [GlobalTensor.wrap(local, spec) for local, spec in pairs]  # type: ignore[arg-type]
+            if self.order is not None:
+                self.order.arrange(func, args, kwargs, tensors, wrapped)
         return replaced(self.structure, iter(wrapped))
 
     def _view(
@@ -370,7 +375,7 @@ def local_tensors_mislead(name: str, src: Spec, out: Spec, communicates: bool) -
     ``communicates``: its base is boxed, or is a view that needed communication.
     """
     return (
-        name in _COPIED
+        name in COPIED
         and src.shape != out.shape
         and len(src.shape) > 1
         and (communicates or has_single_element_parts(src.plain))
@@ -398,8 +403,8 @@ class StridedViewPlan(LocalPlan):
             src[0].shape,
             src[0].dtype,
         )
-        self.refuses = name in _REFUSED and not elsewhere and not same
-        self.copies = name in _COPIED and not same
+        self.refuses = name in REFUSED and not elsewhere and not same
+        self.copies = name in COPIED and not same
         self.decides = self.refuses or (self.copies and not elsewhere)
         # the note that `base_note` returns in most cases
         self.rows = (
@@ -443,7 +448,7 @@ class StridedViewPlan(LocalPlan):
             return func(*replaced(rest, these), **replaced(named, these))
 
         laid = base_note(base, self.decides)
-        notes = self._result_notes(base, laid, taken) if laid.exact or not self.refuses else []
+        notes = self._result_notes(base, laid, taken)
         if notes is None:
             return self._run_on_copy(func, args, kwargs, base)
         if self.decides and not laid.exact:
@@ -497,7 +502,7 @@ class LocalPlanList(CallPlan):
 
     def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
-        self.function, self.out = planned.function, planned.outs[0]
+        self.function, self.out, self.order = planned.function, planned.outs[0], planned.order
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         operands, *others = args
@@ -507,8 +512,13 @@ class LocalPlanList(CallPlan):
             else tuple([t._local for t in operands])
         )
         if self.function is None:
-            return GlobalTensor.wrap(func(locals_, *others, **kwargs), self.out)  # type: ignore[arg-type]
-        return GlobalTensor.wrap(apply(self.function, (locals_, *others), kwargs), self.out)  # type: ignore[arg-type]
+            local = func(locals_, *others, **kwargs)
+        else:
+            local = apply(self.function, (locals_, *others), kwargs)
+        out = GlobalTensor.wrap(local, self.out)  # type: ignore[arg-type]
+        if self.order is not None:
+            self.order.arrange(func, args, kwargs, operands, [out])
+        return out
 
 
 class InPlacePlan(CallPlan):
@@ -541,11 +551,12 @@ class LocalPlanMany(CallPlan):
 
     def __init__(self, planned: LocalPlan) -> None:
         super().__init__()
-        self.function, self.outs, self.view, self.kind = (
+        self.function, self.outs, self.view, self.kind, self.order = (
             planned.function,
             planned.outs,
             planned.view,
             type(planned.structure),
+            planned.order,
         )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -564,6 +575,10 @@ class LocalPlanMany(CallPlan):
             memory = wrapped[0]._memory
             for t in wrapped:
                 t._memory = memory
+        elif self.order is not None:
+            self.order.arrange(
+                func, args, kwargs, tensors_in(kwargs, tensors_in(args, [])), wrapped
+            )
         return self.kind(wrapped)
 
 

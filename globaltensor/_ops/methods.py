@@ -388,12 +388,13 @@ def array(self: GlobalTensor, dtype: Any = None, copy: Any = None) -> np.ndarray
 def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     if dtype is x.dtype:
         return x
-    x = x._materialize()
+    x = source = x._materialize()
     spec = x._spec
     linear = all(d.is_floating_point or d.is_complex for d in (dtype, spec.dtype))
     if any(e.is_partial for e in spec.layout) and not linear:
         x = x.to_global(sbp=[broadcast if e.is_partial else e for e in spec.layout])
     out = GlobalTensor.wrap(x._local.to(dtype), spec := x._spec.replace(dtype=dtype))
+    copy_noted_order(source, out)
     return identify_copy(out, x, int.from_bytes(spec.text, "little"))
 
 

@@ -26,6 +26,7 @@ from .._tensor.strides import (
     note_strides,
     permutes,
     results,
+    strides_ambiguous,
 )
 from .._tensor.view_tracking import RemoteView, link_alias
 from ..boxing import box
@@ -57,6 +58,7 @@ from .fallback import (
     write_into_plain,
 )
 from .local_plan import (
+    REFUSED,
     InPlacePlan,
     LocalPlan,
     LocalPlanList,
@@ -67,6 +69,7 @@ from .local_plan import (
     local_tensors_mislead,
 )
 from .replicated_plan import MoveTargetPlan, ReplicatedPlan
+from .result_strides import ComposedPlan, ResultStrides, local_order_misleads
 from .rules import (
     RULES,
     Arg,
@@ -358,11 +361,12 @@ def _plan_composite(call: _CallToPlan) -> CallPlan | None:
         return ReturnOperandPlan(same, structure, None)
     if meta is not None and not _is_ours(func):
         check_dtypes(func, call.specs, call.args, call.kwargs)
+    composed: Any = op.composite
     if meta is not None and torch_private.any_autocast() and not rule.inplace:
-        return DelegatePlan(
-            as_autocast_would(op.composite, func, call.specs, call.args, call.kwargs, meta)
-        )
-    return DelegatePlan(op.composite)  # type: ignore[arg-type]
+        composed = as_autocast_would(composed, func, call.specs, call.args, call.kwargs, meta)
+    if any(m.dim() > 1 for m in meta or ()) and not (op.view or rule.inplace or _is_ours(func)):
+        return ComposedPlan(composed, ResultStrides(call.specs))
+    return DelegatePlan(composed)
 
 
 def _plan_whole_call(call: _CallToPlan) -> CallPlan | None:
@@ -543,6 +547,13 @@ def _build_call_plan(
         and bool(args or not op.view)
         and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     )
+    if not (op.view or rule.inplace or _is_ours(func)):
+        boxed = any(r is not None for r in done.routes)
+        messages = done.function is not None and any(
+            f in op.exchanges or f in op.reduce for f in choice.factors
+        )
+        if local_order_misleads(boxed, done.outside, messages, choice.outs):
+            done.order = ResultStrides(specs)
     if torch_private.function_mode_on():
         return done  # a recorder is active and must see each step
     if (
@@ -589,7 +600,13 @@ def _kind_of_view_plan(
 
     ``communicates``: its base is boxed, or is a view that needed communication."""
     hides, recorded = _hides_strides(op, base, outs, structure), torch_private.function_mode_on()
-    if hides and not recorded:
+    refused = (
+        rule.name in REFUSED
+        and bool(outs)
+        and base.shape != outs[0].shape
+        and (communicates or strides_ambiguous(base.plain))
+    )
+    if (hides or refused) and not recorded:
         return StridedViewPlan
     if outs and local_tensors_mislead(rule.name, base, outs[0], communicates):
         return ReshapePlan

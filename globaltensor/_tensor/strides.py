@@ -6,7 +6,8 @@ Local tensors agree where none is empty, and none has size 1 in a dim where othe
 the local tensor answers. Elsewhere (`differ`) a local tensor may be contiguous, or may be viewed in
 another shape, only because a dim of it has size 1. There the answer follows from what all ranks
 know. A view notes the strides that one device would have: the function itself is run on a meta
-tensor with the strides of its base. Any other tensor counts as row-major.
+tensor with the strides of its base. So does a call whose local results may have another order than
+on one device (_ops/result_strides.py). Any other tensor counts as row-major.
 
 Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these
 strides, on every rank or on none (`StridedViewPlan` in _ops/call_plan.py). A note is exact if the
@@ -33,6 +34,7 @@ from .global_tensor import ORDINARY, GlobalTensor
 
 __all__ = [
     "Note",
+    "arrange",
     "base_note",
     "by_rows",
     "copy_noted_order",
@@ -40,6 +42,7 @@ __all__ = [
     "device_strides",
     "differ",
     "forget_note",
+    "has_hidden_gaps",
     "has_single_element_parts",
     "is_contiguous",
     "local_strides_tell",
@@ -51,6 +54,7 @@ __all__ = [
     "permutes",
     "results",
     "stride",
+    "strides_ambiguous",
     "strides_like",
 ]  # fmt: skip
 
@@ -147,6 +151,29 @@ def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
     if (found := note_of(source)) is not None:
         strides = _strides_of_copy(_meta_with_strides(source, found.strides))
         note_strides(other, Note(strides, found.exact and strides == found.strides))
+    elif "_origin" in source.__dict__ or (
+        source._memory is not None and has_hidden_gaps(source._spec.plain)
+    ):
+        arrange(other, _strides_of_copy(_meta_with_strides(source, device_strides(source))))
+
+
+def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
+    """Give a new tensor, which shares memory with no other, the memory order of ``strides``."""
+    shape = x.shape
+    if len(strides) != len(shape) or len(shape) < 2 or not x.numel():
+        return
+    if any(s == 0 and n > 1 for s, n in zip(strides, shape, strict=True)):
+        return
+    shown = stride(x)
+    if all(a == b for a, b, n in zip(shown, strides, shape, strict=True) if n > 1):
+        return
+    here = x._spec.placement.coordinate(world().rank) is not None
+    if here:
+        outer_first = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+        back = [outer_first.index(d) for d in range(len(shape))]
+        x._local = x._local.permute(outer_first).contiguous().permute(back)
+    if not here or has_hidden_gaps(x._spec.plain):
+        note_strides(x, Note(strides, True))
 
 
 def _strides_of_copy(x: torch.Tensor) -> tuple[int, ...]:
@@ -312,11 +339,12 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
         )
     ):
         out = local.stride()
+    elif (found := note_of(self)) is not None:
+        out = _drop_gaps(shape, found.strides)
     elif not strides_ambiguous(self._spec.plain) and local.dim() == len(shape):
         out = _dense_strides(shape, _known_order(shape, local))
     else:
-        found = note_of(self)
-        out = by_rows(shape) if found is None else _drop_gaps(shape, found.strides)
+        out = by_rows(shape)
     return out if dim is None else out[dim]
 
 
@@ -372,7 +400,7 @@ def local_strides_tell(x: GlobalTensor) -> bool:
     """Return True if ``x`` is contiguous on one device where its local tensor is."""
     held = x.__dict__
     return (
-        not _hides_gaps(x._spec.plain)
+        not has_hidden_gaps(x._spec.plain)
         and "_strides" not in held
         and "_origin" not in held
         and x._spec.placement.coordinate(world().rank) is not None
@@ -380,7 +408,8 @@ def local_strides_tell(x: GlobalTensor) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def _hides_gaps(spec: Spec) -> bool:
+def has_hidden_gaps(spec: Spec) -> bool:
+    """Return True if a local tensor may be contiguous where the global tensor is not."""
     return differ(spec) or has_single_element_parts(spec)
 
 

@@ -1,0 +1,130 @@
+"""Tests of the memory order of results: a copy that one device makes of a result is a copy here.
+
+`contiguous`, `flatten` and `reshape` copy or not by the strides of their operand. A write into
+their result shows which of the two they did.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.pool import run_on
+
+import globaltensor as flow
+
+B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
+
+#: Views that change the memory order of a tensor, or not.
+OPERANDS: dict[str, Callable[[Any], Any]] = {
+    "itself": lambda x: x,
+    "t": lambda x: x.transpose(-1, -2),
+    "outer t": lambda x: x.transpose(0, -1),
+    "columns of t": lambda x: x.transpose(0, -1)[..., :2],
+}
+RESULTS: dict[str, Callable[[Any], Any]] = {
+    "add": lambda x: x + 1,
+    "exp": lambda x: x.exp(),
+    "add itself": lambda x: x + x,
+    "add a plain row": lambda x: x + torch.ones(x.shape[-1]),
+    "where": lambda x: torch.where(x > 3, x, -x),
+    "softmax": lambda x: x.softmax(-1),
+    "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
+    "cumsum": lambda x: x.cumsum(0),
+    "sort": lambda x: x.sort(0).values,
+    "flip": lambda x: x.flip(0),
+    "cat": lambda x: torch.cat([x, x], 0),
+    "index": lambda x: x[:, [0, 1]],
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "clone": lambda x: x.clone(),
+    "double": lambda x: x.double(),
+    "zeros_like": lambda x: torch.zeros_like(x),
+    "in place": lambda x: x.mul_(2),
+}
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "flatten": lambda y: y.flatten(),
+    "contiguous": lambda y: y.contiguous(),
+    "reshape": lambda y: y.reshape(y.shape[0] * y.shape[1], -1),
+}
+
+
+def after_a_write(lay: Callable[[torch.Tensor], Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """Return what each result holds after a write into a copy, or view, of it."""
+    found: dict[str, Any] = {}
+    for (operand, view), (result, op), (copy, made) in itertools.product(
+        OPERANDS.items(), RESULTS.items(), COPIES.items()
+    ):
+        x = torch.arange(float(torch.Size(shape).numel()), dtype=torch.float64).view(shape)
+        y = op(view(lay(x)))
+        made(y).add_(100)
+        whole = y.to_global(sbp=B).to_local() if isinstance(y, flow.Tensor) and y.is_global else y
+        found[f"{operand}: {result}: {copy}"] = [round(v, 6) for v in whole.flatten().tolist()]
+    return found
+
+
+def on_ranks(shape: tuple[int, ...], sbps: list[Any]) -> list[dict[str, Any]]:
+    where = flow.placement.all("cpu")
+    lays = [lambda x, sbp=sbp: x.to_global(where, B).to_global(sbp=sbp) for sbp in sbps]  # type: ignore[attr-defined]
+    return [after_a_write(lay, shape) for lay in lays]
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (2, 2), (5, 4), (4, 2, 3), (2, 4, 2)], ids=str)
+@pytest.mark.sweep(5)
+def test_a_copy_of_a_result_is_a_copy_where_one_device_copies(shape: tuple[int, ...]) -> None:
+    want = after_a_write(lambda x: x.clone(), shape)
+    sbps = [*[S(d) for d in range(len(shape))], P, B]
+    first, second = run_on(2, on_ranks, shape, sbps, timeout=120)
+    for sbp, got, other in zip(sbps, first, second, strict=True):
+        assert got == other
+        assert {k: (sbp, v) for k, v in got.items() if v != want[k]} == {}
+
+
+def training(make: Callable[[Any], Any]) -> list[Any]:
+    """Return a loss and a gradient through results that are arranged anew."""
+    x = make(torch.arange(12.0, dtype=torch.float64).view(4, 3)).requires_grad_()
+    y = (x.t() * 3).softmax(-1).contiguous()
+    z = (x.t() + 1).flatten() * y.flatten()
+    loss = (z * z).sum() + (x.t() @ x).mul(1e-2).tanh().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad((grad * grad).sum(), x)
+    return [round(v, 8) for t in (loss, grad, second) for v in t.detach().flatten().tolist()]
+
+
+def gradients_on_ranks() -> list[Any]:
+    where = flow.placement.all("cpu")
+    return [
+        training(lambda x, sbp=sbp: x.to_global(where, B).to_global(sbp=sbp).detach())  # type: ignore[attr-defined]
+        for sbp in (S(0), S(1), P, B)
+    ]
+
+
+def test_gradients_pass_through_results_that_are_arranged() -> None:
+    want = training(lambda x: x)
+    for of_rank in run_on(2, gradients_on_ranks):
+        assert of_rank == [want] * 4
+
+
+class Written(flow.nn.Graph):
+    def build(self, x: Any) -> Any:
+        y = x.t() + 1
+        y.contiguous().mul_(0)
+        y.flatten().mul_(0)
+        return y * 1
+
+
+def of_a_graph() -> list[Any]:
+    where = flow.placement.all("cpu")
+    out = []
+    for sbp in (S(0), S(1), P, B):
+        x: Any = torch.arange(12.0).view(4, 3).to_global(where, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        out.append(Written()(x).numpy().tolist())
+    return out
+
+
+def test_a_graph_copies_where_eager_does() -> None:
+    want = (torch.arange(12.0).view(4, 3).t() + 1).tolist()
+    assert run_on(2, of_a_graph) == [[want] * 4] * 2
