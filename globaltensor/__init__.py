@@ -17,6 +17,7 @@ from .parallel import module_to_global as _modules
 from ._base import torch_namespace as _borrowed
 from ._ops import associative_scan as _associative
 from ._base import tracebacks as _tracebacks
+from ._ops import control_flow as _control_flow  # (registers its handlers)
 from ._ops import flex_attention as _flex  # (wraps torch's function when that is imported)
 from .distributed import user_collectives as _user_collectives
 from ._tensor import file_savers as _savers

@@ -44,6 +44,7 @@ _MAX_DEPTH = 3
 _CALLING = frozenset({"forward", "__call__"})
 
 _TORCH = str(Path(torch.__file__).parent) + os.sep
+_CONTROL_FLOW = os.path.join(_TORCH, "_higher_order_ops", "")
 
 _INSTEAD = (
     "To compile a forward pass or a training step on global tensors, write it as a "
@@ -54,6 +55,11 @@ _WHOLE = (
     "fullgraph=True, and the code runs uncompiled. "
     f'{_INSTEAD}. Under torch.compiler.set_stance("force_eager") nothing is compiled, with or '
     f"without fullgraph"
+)
+_NOT_AN_OPERAND = (
+    "a function passed to torch.cond or while_loop uses global tensors that are not among the "
+    "operands, so it cannot be traced. Make an operand or the condition global "
+    "(x.to_global(placement, sbp=flow.sbp.broadcast)), or use Python's own if and while"
 )
 
 
@@ -106,8 +112,13 @@ def _warn_uncompiled(whole: bool) -> None:
 
     Always raise an error where the user wants the ``whole`` of it compiled (fullgraph=True). Where
     a library compiles its own code so (torchao's optimizers do), the user has not asked for it, and
-    the code runs uncompiled.
+    the code runs uncompiled. Nothing is said of `torch.cond` and its kin, which compile a call
+    themselves.
     """
+    if whole and (operands := _operands_of_control_flow()) is not None:
+        if not any(_holds_global(value, False, _MAX_DEPTH) for value in operands):
+            raise CompileError(f"{user_line()}\n{_NOT_AN_OPERAND}")
+        return
     if whole and _called_by_user():
         raise CompileError(f"{user_line()}\n{_WHOLE}")
     if _warned[0]:
@@ -118,6 +129,16 @@ def _warn_uncompiled(whole: bool) -> None:
         f"and everywhere else. {_INSTEAD}",
         CompileWarning,
     )
+
+
+def _operands_of_control_flow() -> list[Any] | None:
+    """Return the variables of torch's function of control flow that compiles a call, or None."""
+    frame, found = caller_frame(), None
+    while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_filename.startswith(_CONTROL_FLOW):
+            found = list(frame.f_locals.values())  # of the outermost one, which the user called
+        frame = frame.f_back
+    return found
 
 
 def _called_by_user() -> bool:

@@ -4,6 +4,7 @@ equal plain torch's, and little of the operand is moved."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -442,3 +443,20 @@ def test_exchanges_are_seen_and_forbidden() -> None:
         f"totals of the shards of a split dim  all_gather  {row} B  ranks 0-1",
     ]
     assert simulate(2, seen) == [want, want]
+
+
+def empty_pictures() -> list[Any]:
+    where = flow.placement.all("cpu")
+    out: list[Any] = []
+    for mode, sbp in itertools.product(
+        ("nearest", "nearest-exact", "bilinear", "bicubic", "area"), (B, S(0), S(1), S(2))
+    ):
+        x = torch.ones(0, 3, 4, 4).to_global(where, B).to_global(sbp=sbp).requires_grad_()
+        y = F.interpolate(x, scale_factor=2, mode=mode)
+        y.sum().backward()
+        out.append((tuple(y.shape), tuple(x.grad.shape)))
+    return out
+
+
+def test_a_batch_without_pictures_is_interpolated() -> None:
+    assert simulate(2, empty_pictures) == [[((0, 3, 8, 8), (0, 3, 4, 4))] * 20] * 2

@@ -58,6 +58,8 @@ from .modules import (
     watched_steps as watched_steps,
 )
 from .operators import (
+    COND as COND,
+    WHILE_LOOP as WHILE_LOOP,
     admits_nesting as admits_nesting,
     all_overloads as all_overloads,
     at_least as at_least,

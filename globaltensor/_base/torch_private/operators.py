@@ -13,6 +13,8 @@ import torch
 from ..patches import patch
 
 __all__ = [
+    "COND",
+    "WHILE_LOOP",
     "admits_nesting",
     "all_overloads",
     "at_least",
@@ -420,6 +422,10 @@ def list_functions() -> dict[Any, dict[str, bool]]:
             if lists:
                 kernels[getattr(torch, name)] = lists
     return kernels
+
+
+#: What `torch.cond` and torch's `while_loop` call, after they have compiled it.
+COND, WHILE_LOOP = torch.ops.higher_order.cond, torch.ops.higher_order.while_loop
 
 
 def wrap_associative_scan(around: Any) -> None:

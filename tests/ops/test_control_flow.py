@@ -1,0 +1,65 @@
+"""Tests of `torch.cond` and torch's `while_loop` on global tensors: values, layouts, gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.pool import run_on
+
+import globaltensor as flow
+from globaltensor.errors import CompileError
+
+B, S = flow.sbp.broadcast, flow.sbp.split
+
+
+def branches(x: Any, w: Any) -> tuple[list[Any], bool]:
+    from torch._higher_order_ops import while_loop
+
+    x = x.requires_grad_()
+    chosen = torch.cond(x.sum() > 3, lambda t, v: (t @ v).sin(), lambda t, v: t @ v, (x, w))
+    other = torch.cond(x.sum() < 3, lambda t: t.sin(), lambda t: t * 2, (x,))
+    rounds, grown = while_loop(
+        lambda i, t: (t * t).sum() < 3000, lambda i, t: (i + 1, t * 2), (torch.tensor(0), x)
+    )
+    (same,) = while_loop(lambda t: t.sum() < 0, lambda t: (t * 2,), (x,))
+    loss = chosen.sum() + other.sum() + grown.sum()
+    loss.backward()
+    return [chosen, other, rounds, grown, same, x.grad], same is x
+
+
+def values() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    return x, torch.linspace(-1, 1, 15, dtype=torch.float64).view(3, 5)
+
+
+def on_ranks(dim: int) -> tuple[list[Any], bool]:
+    where = flow.placement.all("cpu")
+    x, w = (t.to_global(where, B) for t in values())  # type: ignore[attr-defined]
+    found, same = branches(x.to_global(sbp=S(dim)), w.to_global(sbp=S(1)))
+    assert found[1].sbp == found[3].sbp == (S(dim),)
+    return [t.detach().numpy().tolist() for t in found], same
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_branches_and_loops_equal_one_device(dim: int) -> None:
+    found, same = branches(*values())
+    want = [t.detach().tolist() for t in found], same
+    assert run_on(2, on_ranks, dim) == [want] * 2
+
+
+def with_a_model_that_is_no_operand() -> str:
+    model = flow.parallelize(torch.nn.Linear(3, 3), flow.placement.all("cpu"), "fsdp")
+    try:
+        torch.cond(torch.tensor(True), lambda x: model(x), lambda x: x, (torch.ones(4, 3),))
+    except CompileError as error:
+        return str(error)
+    return ""
+
+
+def test_global_tensors_that_are_no_operands_are_refused_alike() -> None:
+    first, second = run_on(2, with_a_model_that_is_no_operand)
+    assert first == second
+    assert "test_control_flow.py" in first.splitlines()[0]
+    assert "uses global tensors that are not among the operands" in first
