@@ -149,6 +149,8 @@ def _full_or_zeros(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 _MAX_CACHED_CODES = 64  # per plan
+# So many are saved with their text: a number that is new in each step is not worth the time.
+_MAX_SHOWN_CODES = 8
 # Where the global operands of a call are, if they are not its first one to three arguments:
 IN_LIST = -1  # the entries of the first argument, a list
 ONE_AND_NAMED = -2  # the first argument, and arguments passed by name
@@ -219,8 +221,11 @@ class CallPlan:
         if len(self.codes) >= _MAX_CACHED_CODES:
             self.codes.clear()
         known = _sorted_by_name(number, self.number_names) if self.number_names else number
-        code = int.from_bytes(digest_of(f"{self.code} {known!r}"), "little")
-        self.codes[number] = code
+        digest = digest_of(f"{self.code} {known!r}")
+        history = self.mixed_history if self.recorded is None else self.recorded[0]
+        if history is not None and len(self.codes) < _MAX_SHOWN_CODES:
+            history.learn_number(digest, self.code.to_bytes(8, "little"), known)
+        self.codes[number] = code = int.from_bytes(digest, "little")
         return code
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -92,6 +92,7 @@ _PLAIN_ADVICE: Final = (
     "the ranks along the first axis have rows of their own"
 )
 _MAX_OPERATIONS: Final = 2048  # saved with their text, for reports
+_MAX_NUMBERS: Final = 512  # operations with a number, saved for reports
 _MAX_PLAIN_USES: Final = 256  # saved, for reports
 # The count in the name of a graph, which may differ by rank.
 _COUNTER: Final = re.compile(r"_\d+\b")
@@ -158,8 +159,8 @@ class History:
     """
 
     __slots__ = (
-        "codes", "grad_enabled", "operations", "plain_count", "plain_uses", "ranks", "records",
-        "serial",
+        "codes", "grad_enabled", "numbers", "operations", "plain_count", "plain_uses", "ranks",
+        "records", "serial",
     )  # fmt: skip
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -172,6 +173,8 @@ class History:
         self.grad_enabled = True
         #: The planned operations by digest, each once, in the order of first use.
         self.operations: OrderedDict[bytes, RecordedOperation] = OrderedDict()
+        #: Operations with their numbers, in the order of first use.
+        self.numbers: OrderedDict[bytes, RecordedOperation] = OrderedDict()
         #: The last uses of plain tensors that `record_plain` added.
         self.plain_uses: deque[PlainUse] = deque(maxlen=_MAX_PLAIN_USES)
         self.plain_count = 0
@@ -210,12 +213,20 @@ class History:
         """
         digest = digest_of(text)
         if self.records and digest not in self.operations:
-            frame = user_frame()
-            place = () if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-            self.operations[digest] = RecordedOperation(text, *place)
+            self.operations[digest] = RecordedOperation(text, *_place_of_user())
             if len(self.operations) > _MAX_OPERATIONS:
                 self.operations.popitem(last=False)
         return digest
+
+    def learn_number(self, digest: bytes, operation: bytes, number: Any) -> None:
+        """Save for reports that an operation is recorded as ``digest`` with this number.
+
+        ``operation``: the digest of the operation's text."""
+        if self.records and digest not in self.numbers and operation in self.operations:
+            text = f"{self.operations[operation].text} with {_number_text(number)}"
+            self.numbers[digest] = RecordedOperation(text, *_place_of_user())
+            if len(self.numbers) > _MAX_NUMBERS:
+                self.numbers.popitem(last=False)
 
     def code_of(self, what: str, spec: Any) -> bytes:
         """Return the digest by which to record a call on a tensor of this spec."""
@@ -225,6 +236,24 @@ class History:
                 self.codes.clear()
             code = self.codes[what, spec] = self.learn(f"{what} of {spec!r}")
         return code
+
+
+def _place_of_user() -> tuple[str, int] | tuple[()]:
+    frame = user_frame()
+    return () if frame is None else (frame.f_code.co_filename, frame.f_lineno)
+
+
+def _number_text(number: Any) -> str:
+    """Return the numbers of a call, nested as dispatch nests them, in their order.
+
+    >>> _number_text(3), _number_text(((None, b"2"), 0.5))
+    ('3', '2, 0.5')
+    """
+    if isinstance(number, tuple):
+        return ", ".join(filter(None, map(_number_text, number)))
+    if isinstance(number, bytes):
+        return number.decode()
+    return "" if number is None else repr(number)
 
 
 def digest_of(text: str) -> bytes:
@@ -259,7 +288,8 @@ def described_operations(histories: Iterable[History]) -> list[tuple[bytes, str,
     return [
         (digest, *operation.described())  # type: ignore[misc]
         for history in histories
-        for digest, operation in history.operations.items()
+        for known in (history.operations, history.numbers)
+        for digest, operation in known.items()
     ]
 
 
@@ -422,7 +452,8 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
             h.digest().hex(),
             [
                 operation.described()
-                for operation in list(h.operations.values())[-_LAST_OPERATIONS:]
+                for known in (h.operations, h.numbers)
+                for operation in list(known.values())[-_LAST_OPERATIONS:]
             ],
             [use.described() for use in h.plain_uses],
         ]

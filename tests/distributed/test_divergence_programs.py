@@ -280,6 +280,9 @@ def test_a_divergence_after_the_last_collective_is_told_at_the_end(
     assert code == 1
     assert "DivergenceError: the ranks have diverged" in said
     assert "This was found when the program ended" in said
+    for rank in range(2):  # the line, though the ranks differ in a number alone
+        ran = f"rank {rank} has run mul(f32[4, 3] S(0), int) with {2 + rank}  (train.py:"
+        assert ran in said
     code, said = launched(
         tmp_path, program.replace("2 + rank", "2"), GLOBALTENSOR_SHARED_MEMORY=shared
     )
