@@ -82,6 +82,8 @@ class ResultStrides:
         outs: Sequence[GlobalTensor],
     ) -> None:
         """Give ``outs``, the new results of ``func(*args, **kwargs)``, their memory order."""
+        if any(type(t) not in ORDINARY and t.layout is not torch.strided for t in operands):
+            return  # it has no strides
         if all(map(_is_row_major, operands, self.rows)) and all(
             o._local.is_contiguous() for o in outs
         ):
