@@ -2,14 +2,16 @@
 
 _ops/local_plan.py calls it. A kernel on local tensors gives its results the order that one device
 gives them. There are exceptions: an operand was boxed, messages were sent inside the function, or a
-local tensor has size 1 in a split dim. Then the function itself is run on meta tensors with the
-operands' strides on one device. The local result is copied into that order, or notes it
-(_tensor/strides.py). Otherwise ``y = x.T + 1; y.contiguous().zero_()`` would write into ``y``.
+local tensor has size 1 in a split dim. Then the function itself is run on fake tensors with the
+operands' strides on one device (kernels for the meta device have an order of their own). The local
+result is copied into that order, or notes it (_tensor/strides.py). Otherwise
+``y = x.T + 1; y.contiguous().zero_()`` would write into ``y``.
 """
 
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -127,14 +129,17 @@ def _strides_on_one_device(
         torch_private.without_function_modes(),
         torch_private.unobserved(),
         torch_private.real_tensors(),
+        torch_private.fake_tensors(),
+        warnings.catch_warnings(),
     ):
+        warnings.simplefilter("ignore")
         these = iter(
             [
-                torch.empty_strided(t.shape, s, dtype=t.dtype, device="meta")
+                torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device)
                 for t, s in zip(operands, strides, strict=True)
             ]
         )
-        # a function without a kernel for meta tensors: its results stay as they are
+        # a function without a kernel for fake tensors: its results stay as they are
         with contextlib.suppress(Exception):
             out = func(*replaced(args, these), **replaced(kwargs, these))
             return [t.stride() for t in tensors_in(out, [])]

@@ -128,3 +128,29 @@ def of_a_graph() -> list[Any]:
 def test_a_graph_copies_where_eager_does() -> None:
     want = (torch.arange(12.0).view(4, 3).t() + 1).tolist()
     assert run_on(2, of_a_graph) == [[want] * 4] * 2
+
+
+def attention_of_single_rows() -> tuple[list[Any], list[Any]]:
+    where = flow.placement.all("cpu")
+    q = torch.randn(2, 8, 4, 16).to_global(where, B).to_global(sbp=S(0)).transpose(1, 2)  # type: ignore[attr-defined]
+    x = torch.randn(2, 4, 8, 8).to_global(where, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    x = x.contiguous(memory_format=torch.channels_last)
+    return [t.is_contiguous() for t in of_kernels(q, x)], [t.stride() for t in of_kernels(q, x)]
+
+
+def of_kernels(q: Any, x: Any) -> list[Any]:
+    w = torch.ones(6, 4, 3, 3)
+    return [
+        F.scaled_dot_product_attention(q, q, q, is_causal=True),
+        F.conv2d(x, w),
+        F.group_norm(x, 2),
+        x.relu(),
+    ]
+
+
+def test_kernels_with_an_order_of_their_own() -> None:
+    q = torch.randn(2, 8, 4, 16).transpose(1, 2)
+    x = torch.randn(2, 4, 8, 8).contiguous(memory_format=torch.channels_last)
+    of_one = of_kernels(q, x)
+    want = [t.is_contiguous() for t in of_one], [t.stride() for t in of_one]
+    assert run_on(2, attention_of_single_rows) == [want] * 2
