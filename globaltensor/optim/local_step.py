@@ -621,7 +621,7 @@ def _enter(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         swap = _swaps[optimizer] = _Swap()
         optimizer.register_state_dict_pre_hook(_leave_for_reading)
     swap.leave(optimizer)  # if the last step failed half way
-    closure = args[1] if len(args) > 1 else kwargs.get("closure")
+    closure = _closure(args, kwargs)
     if closure is None:
         swap.enter(optimizer)
         return None
@@ -648,10 +648,17 @@ def _refuse_sparse(optimizer: SparseAdam) -> None:
         )
 
 
+def _closure(args: Any, kwargs: Any) -> Any:
+    """Return the closure among the arguments of an optimizer's step, or None."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
 def _leave(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     swap = _swaps.get(optimizer)
     if swap is not None:
         swap.leave(optimizer, done=True)
+    if _closure(args, kwargs) is not None:
+        _record(optimizer)  # the closure may have changed a hyperparameter
 
 
 def _leave_for_reading(optimizer: Optimizer) -> None:

@@ -451,7 +451,23 @@ graph = Step()
 for step in range(4):
     graph(torch.ones(8, 6).to_global(E, B).to_global(sbp=S(0)))
 """
+CLOSURES = """
+model = flow.parallelize(torch.nn.Linear(6, 4), E, "data")
+optimizer = torch.optim.{name}(model.parameters(), lr=0.1)
+
+def closure():
+    optimizer.zero_grad()
+    loss = model(torch.ones(8, 6).to_global(E, B).to_global(sbp=S(0))).square().mean()
+    loss.backward()
+    if DIFFERS and rank == 1 and step == 3:
+        optimizer.param_groups[0]["lr"] = 0.5
+    return loss
+
+for step in range(4):
+    optimizer.step(closure)
+"""
 OTHER_STEPS = {
+    **{f"lr in a closure of {name}": (CLOSURES.format(name=name), 2) for name in ("SGD", "LBFGS")},
     "lr of a later stage": (STAGES, 4),
     **{
         f"{key} of {name}": (COUNTS.format(name=name, key=key), 2)
