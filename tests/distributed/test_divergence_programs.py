@@ -227,11 +227,28 @@ for step in range(3):
 """
 
 
-@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
-def test_ranks_that_wait_for_each_other_in_two_groups_are_told(tmp_path: Path, shared: str) -> None:
+@pytest.mark.parametrize(
+    ("shared", "backend"),
+    [
+        ("1", "gloo"),
+        ("0", "gloo"),
+        pytest.param("1", "mpi", marks=[needs_mpi, pytest.mark.extended]),
+    ],
+    ids=["shared memory", "gloo", "mpi"],
+)
+def test_ranks_that_wait_for_each_other_in_two_groups_are_told(
+    tmp_path: Path, shared: str, backend: str
+) -> None:
     """Rank 1 is in an operation of its row, and the others wait for it in one of all ranks."""
-    program = SOON + IN_A_ROW_AND_IN_ALL
-    code, said = launched(tmp_path, program, ranks=4, GLOBALTENSOR_SHARED_MEMORY=shared)
+    code, said = launched(
+        tmp_path,
+        SOON + IN_A_ROW_AND_IN_ALL,
+        "--backend",
+        backend,
+        ranks=4,
+        warm=backend != "mpi",
+        GLOBALTENSOR_SHARED_MEMORY=shared,
+    )
     assert code == 1
     assert re.search(r"DivergenceError: train.py:\d+: (y = torch|loss.backward\(\))", said), said
 

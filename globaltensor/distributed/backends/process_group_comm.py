@@ -108,10 +108,9 @@ class P2PCommunicator(Communicator):
             watchdog, peers = self.world.watchdog, [r for r in self.ranks if r != self.world.rank]
             if watchdog is None or not peers or self._tag == _BACKGROUND_TAG:
                 wait = contextlib.nullcontext()  # the tag is that of the background thread
-            elif "mpi" in self.world.backend:
-                wait = contextlib.nullcontext()  # MPI compares the sizes of what ranks send
             else:
-                wait = Wait(watchdog, peers, moving, self._interrupt)
+                mpi = "mpi" in self.world.backend
+                wait = Wait(watchdog, peers, moving, _interrupt_mpi if mpi else self._interrupt)
             self._waits[moving] = wait
         return wait
 
@@ -228,6 +227,13 @@ class P2PCommunicator(Communicator):
         text = describe(sorted([own, *reports], key=lambda r: r.rank))
         world.diverged = text
         return DivergenceError(text)
+
+
+def _interrupt_mpi() -> None:
+    """End all waits of this process on MPI, with an error."""
+    from .mpi.library import library
+
+    library().interrupt()
 
 
 class _Messages:

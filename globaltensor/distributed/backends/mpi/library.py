@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import sys
 import threading
@@ -37,6 +38,8 @@ _INSTALL: Final = (
 #: Seconds between a rank's farewell and the error of ranks that still wait for it. Messages that it
 #: sent before may still be in transit.
 _GRACE: Final = 1.0
+# All waits that last end within so many seconds after an interruption.
+_INTERRUPTED: Final = 2.0
 
 
 class Library:
@@ -70,6 +73,7 @@ class Library:
         self._farewells: MPI.Intracomm | None = None
         self._left: dict[int, float] = {}  # rank -> time of its farewell
         self._failed = False
+        self._interrupted = -math.inf  # the time of the last `interrupt`
         self._process = os.getpid()
         self._watch_for_failure()
         atexit.register(self._leave)
@@ -90,6 +94,15 @@ class Library:
             return hook
 
         patch("sys:excepthook", watching)
+
+    def interrupt(self) -> None:
+        """End what this process waits for, with an error: the ranks wait for each other."""
+        self._interrupted = time.monotonic()
+
+    @property
+    def interrupted(self) -> bool:
+        """True if a wait that lasts is to end."""
+        return time.monotonic() - self._interrupted < _INTERRUPTED
 
     def listen(self) -> None:
         """Prepare for the farewells that ranks send when they leave.

@@ -226,6 +226,8 @@ class Operation(dist.Work):
                 self._fail(f"{_ranks(gone)} left; {missing}")
             elif left := self._step.left() if self._step is not None else []:
                 self._fail(f"{_ranks(left)} gave up (its own error says why); {missing}")
+            elif self._group.library.interrupted:
+                self._fail("the ranks wait for each other")
             elif waited > allowed:
                 self._fail(f"timed out after {allowed:g} s: {missing}")
 
