@@ -217,6 +217,16 @@ TABLE: tuple[Patch, ...] = (
         )
         for home in ("torch.distributed", "torch.distributed.distributed_c10d")
     ),
+    *(
+        Patch(f"{home}:{name}", since, _COUNTED_TWICE)
+        for name, since in (
+            ("all_gather_single", "torch 2.13"),
+            ("reduce_scatter_single", "torch 2.13"),
+            ("gather_into_tensor", "torch 2.14"),
+            ("gather_single", "torch 2.14"),
+        )
+        for home in ("torch.distributed", "torch.distributed.distributed_c10d")
+    ),
     Patch(
         "torch.distributed._state_dict_utils:_iterate_state_dict",
         "torch 2.11",

@@ -28,7 +28,9 @@ noted: Final = _noted.data
 ADDING: Final = {
     "all_reduce": "tensor", "reduce": "tensor", "reduce_scatter": "input_list",
     "reduce_scatter_tensor": "input",
-    "all_gather": "tensor", "all_gather_into_tensor": "input_tensor", "gather": "tensor",
+    "reduce_scatter_single": "input", "all_gather": "tensor",
+    "all_gather_into_tensor": "input_tensor", "all_gather_single": "input_tensor",
+    "gather": "tensor", "gather_into_tensor": "tensor", "gather_single": "tensor",
 }  # fmt: skip
 # Reductions that leave equal values unchanged.
 _HARMLESS: Final = (

@@ -28,11 +28,12 @@ from .world import refuse_child_of_rank, running, unmark_process
 
 __all__ = ["install", "watched"]
 
-#: The collectives that the watchdog knows.
+#: The collectives that the watchdog knows. Some are newer than torch 2.11.
 _WATCHED: Final = (
     "barrier", "monitored_barrier", "new_group", "all_reduce", "all_gather",
-    "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor", "broadcast", "reduce",
-    "gather", "scatter", "all_to_all", "all_to_all_single",
+    "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "reduce_scatter_tensor",
+    "reduce_scatter_single", "broadcast", "reduce", "gather", "gather_into_tensor", "gather_single",
+    "scatter", "all_to_all", "all_to_all_single",
 )  # fmt: skip
 _thread: Final = threading.get_ident
 

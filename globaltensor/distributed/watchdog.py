@@ -54,7 +54,8 @@ _BYTES_PER_SECOND: Final = 10_000_000
 _BARRIERS: Final = ("barrier", "monitored_barrier", "new_group")
 #: Collectives that end on all ranks at about the same time.
 _SYMMETRIC: Final = (
-    "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor",
+    "all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter",
+    "reduce_scatter_tensor", "reduce_scatter_single",
 )  # fmt: skip
 # The names that a note has for an operation on global tensors: one whose messages may be under way,
 # and one that waits for ranks which have sent nothing yet.

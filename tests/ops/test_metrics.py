@@ -55,7 +55,16 @@ ADDS: dict[str, Callable[[Tensor], Any]] = {
         t, [torch.empty_like(t) for _ in range(2)] if dist.get_rank() == 0 else None
     ),
     "reduce_scatter": lambda t: dist.reduce_scatter(torch.empty(4), [t, t]),
+    "reduce_scatter_tensor": lambda t: dist.reduce_scatter_tensor(torch.empty(2), t),
 }
+#: Names that are newer than torch 2.11.
+NEWER: dict[str, Callable[[Tensor], Any]] = {
+    "all_gather_single": lambda t: dist.all_gather_single(torch.empty(8), t),
+    "reduce_scatter_single": lambda t: dist.reduce_scatter_single(torch.empty(2), t),
+    "gather_into_tensor": lambda t: dist.gather_into_tensor(t, torch.empty(8)),
+    "gather_single": lambda t: dist.gather_single(t, torch.empty(8)),
+}
+ADDS |= {name: add for name, add in NEWER.items() if hasattr(dist, name)}
 
 
 def running_totals() -> list[str]:

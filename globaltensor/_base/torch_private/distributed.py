@@ -165,10 +165,13 @@ def wrap_collectives(
 ) -> None:
     """Replace these collectives of torch.distributed by ``wrapped(collective)``.
 
-    Names that were imported from torch.distributed before this call keep the originals.
+    Names that were imported from torch.distributed before this call keep the originals. Names that
+    this torch lacks are left out.
     """
     for name in names:
-        original = getattr(torch.distributed, name)
+        original = getattr(torch.distributed, name, None)
+        if original is None:
+            continue
         replacement = wrapped(original)
 
         def change(before: Any, original: Any = original, replacement: Any = replacement) -> Any:

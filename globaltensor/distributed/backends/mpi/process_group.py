@@ -144,6 +144,8 @@ class MpiGroup(dist.ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
+    get_backend = _get_backend  # its name since torch 2.14
+
     supports_splitting = supports_coalescing = supports_time_estimate = False
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:
@@ -458,6 +460,14 @@ class MpiGroup(dist.ProcessGroup):
             parts = [memory.write(out) for out in outs]
         rounds = collectives.gather(self._team, self._tag(), memory.read(own_input), parts, root)
         return self._start("gather", memory, [rounds], outs or [own_input], _options(opts))
+
+    def gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Gather into one tensor on the root: what torch calls since 2.14."""
+        parts: list[Tensor] = []
+        if self._team.index == (0 if opts is None else opts.rootRank):
+            self._check_size("gather_single", "gather_tensor", output, input, self._team.size)
+            parts = list(output.view(self._team.size, -1).unbind())
+        return self.gather([parts], [input.reshape(-1)], opts)
 
     def scatter(
         self,
