@@ -64,7 +64,7 @@ _GETITEM = torch.Tensor.__getitem__
 #: Functions that torch refuses because of the strides of their base, and functions that copy then.
 REFUSED, COPIED = (
     frozenset(("view", "unflatten", "view_as_complex")),
-    frozenset(("reshape", "flatten")),
+    frozenset(("reshape", "flatten", "ravel")),
 )
 
 _PLACEHOLDER = torch.empty(0)  # placeholder for a tensor

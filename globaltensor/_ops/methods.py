@@ -48,6 +48,7 @@ from .._tensor.set_data import (
 )
 from .._tensor.strides import (
     Note,
+    arrange,
     copy_noted_order,
     copy_noted_strides,
     differ,
@@ -56,6 +57,7 @@ from .._tensor.strides import (
     local_strides_tell,
     note_strides,
     stride,
+    strides_of_copy,
 )
 from .._tensor.view_tracking import RemoteView, alias_of, finish_inplace
 from ..boxing import box, log
@@ -394,7 +396,10 @@ def _with_dtype(x: GlobalTensor, dtype: torch.dtype) -> GlobalTensor:
     if any(e.is_partial for e in spec.layout) and not linear:
         x = x.to_global(sbp=[broadcast if e.is_partial else e for e in spec.layout])
     out = GlobalTensor.wrap(x._local.to(dtype), spec := x._spec.replace(dtype=dtype))
-    copy_noted_order(source, out)
+    if x is source:
+        copy_noted_order(source, out)
+    else:
+        arrange(out, strides_of_copy(source))
     return identify_copy(out, x, int.from_bytes(spec.text, "little"))
 
 

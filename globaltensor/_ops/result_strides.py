@@ -1,18 +1,20 @@
 """The memory order of results: that of one device, also where local tensors would not show it.
 
-_ops/local_plan.py calls it. A kernel on local tensors gives its results the order that one device
-gives them. There are exceptions: an operand was boxed, messages were sent inside the function, or a
-local tensor has size 1 in a split dim. Then the function itself is run on fake tensors with the
-operands' strides on one device (kernels for the meta device have an order of their own). The local
-result is copied into that order, or notes it (_tensor/strides.py). Otherwise
-``y = x.T + 1; y.contiguous().zero_()`` would write into ``y``.
+Plans of calls use it. A local kernel gives its result the memory order of one device, except where
+an operand was boxed, where the local function communicates, or where a local tensor has size 1 in a
+split dim. There the function itself is run once on small tensors with the operands' strides on one
+device. The result is copied into the order that this run shows, or notes it (_tensor/strides.py).
+Otherwise ``y = x.T + 1; y.contiguous().zero_()`` would write into ``y``.
+
+All ranks take the same decisions: these follow from specs, notes, and local strides that every rank
+has alike. Plain operands count as row-major. Calls without a rule, on replicated operands, have the
+order of their local results.
 """
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ import torch
 from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.strides import arrange, by_rows, device_strides, has_hidden_gaps
+from .._tensor.strides import arrange, by_rows, dense_strides, device_strides, has_hidden_gaps
 from ..distributed.world import world
 from ..sharding.spec import Spec
 from .call_plan import DelegatePlan
@@ -28,19 +30,25 @@ from .call_plan import DelegatePlan
 __all__ = ["ComposedPlan", "ResultStrides", "local_order_misleads"]
 
 _MAX_KNOWN = 64  # per plan
+# A call is run on tensors of its own shapes if they have at most so many elements. Otherwise no dim
+# is longer than this.
+_MAX_ELEMENTS = 1 << 12
+_SHORT = 2
+_Strides = tuple[int, ...]
 
 
 def local_order_misleads(
-    boxed: bool, outside: bool, messages: bool, outs: Sequence[Spec | None]
+    boxed: bool, outside: bool, messages: bool, remote: bool, outs: Sequence[Spec | None]
 ) -> bool:
     """Return True if local results of a call may have another memory order than on one device.
 
     ``boxed``: an operand is boxed. ``outside``: this rank holds no part of the operands.
-    ``messages``: the local function communicates.
+    ``messages``: the local function may communicate. ``remote``: an operand is a view that needed
+    communication, whose local tensor has an order of its own.
     """
     matrices = [o for o in outs if o is not None and o.ndim > 1]
     return bool(matrices) and (
-        boxed or outside or messages or any(has_hidden_gaps(o.plain) for o in matrices)
+        boxed or outside or messages or remote or any(has_hidden_gaps(o.plain) for o in matrices)
     )
 
 
@@ -49,31 +57,44 @@ class ResultStrides:
 
     ``src``: the specs of the operands."""
 
-    __slots__ = ("known", "rows")
+    __slots__ = ("hidden", "known", "rows", "rows_give_rows")
 
     def __init__(self, src: Sequence[Spec]) -> None:
         rank = world().rank
-        outside = src[0].placement.coordinate(rank) is None
+        # For each operand: True if its local tensor may not show its order, False if it does, None
+        # if it has none (a vector, a number).
+        self.hidden = [
+            None if s.ndim < 2 else s.placement.coordinate(rank) is None or has_hidden_gaps(s.plain)
+            for s in src
+        ]
         # the strides of each operand's local tensor, if it is row-major
-        self.rows = [None if outside else by_rows(s.local_shape(rank)) for s in src]
+        self.rows = [
+            () if h else by_rows(s.local_shape(rank)) for s, h in zip(src, self.hidden, strict=True)
+        ]
+        # True if row-major operands give row-major results; None before the first call
+        self.rows_give_rows: bool | None = None
         # strides of the operands on one device -> those of the results, or None if unknown
-        self.known: dict[Any, list[tuple[int, ...]] | None] = {}
+        self.known: dict[Any, list[_Strides] | None] = {}
 
-    def is_row_major(self, args: tuple[Any, ...], local: torch.Tensor) -> bool:
-        """Return True if all operands, and the local result, are row-major for sure.
+    def is_row_major(self, args: tuple[Any, ...]) -> bool:
+        """Return True if all operands, and so the result, are row-major: the usual case.
 
-        ``args``: the arguments of a call, where each ordinary tensor stands by itself. This is the
-        quick test of `arrange` on the hot path. Only a view of another tensor, or a tensor with a
-        note, has an order that its local tensor may not show."""
+        ``args``: the arguments of a call, where each ordinary tensor stands by itself. Only a view
+        of another tensor, or a tensor with a note, has an order that its local tensor may not show.
+        """
+        if not self.rows_give_rows:
+            return False
         i = 0
         for a in args:
             if type(a) in ORDINARY:
-                if "_strides" in a.__dict__ or (
-                    a._memory is not None and a._local.stride() != self.rows[i]
+                hidden = self.hidden[i]
+                if hidden is not None and (
+                    "_strides" in a.__dict__
+                    or (a._memory is not None if hidden else a._local.stride() != self.rows[i])
                 ):
                     return False
                 i += 1
-        return local.is_contiguous()
+        return True
 
     def arrange(
         self,
@@ -86,34 +107,33 @@ class ResultStrides:
         """Give ``outs``, the new results of ``func(*args, **kwargs)``, their memory order."""
         if any(type(t) not in ORDINARY and t.layout is not torch.strided for t in operands):
             return  # it has no strides
-        if all(map(_is_row_major, operands, self.rows)) and all(
-            o._local.is_contiguous() for o in outs
-        ):
-            return
+        rows = [by_rows(t.shape) for t in operands]
+        if self.rows_give_rows is None:
+            usual = _strides_on_one_device(func, args, kwargs, operands, rows, outs)
+            self.rows_give_rows = usual is not None and all(
+                _same(shown, by_rows(o.shape), o.shape)
+                for shown, o in zip(usual, outs, strict=True)
+            )
         key = tuple(
-            device_strides(t) if isinstance(t, GlobalTensor) else t.stride() for t in operands
+            device_strides(t) if isinstance(t, GlobalTensor) else row
+            for t, row in zip(operands, rows, strict=True)
         )
-        if key not in self.known:
-            if len(self.known) >= _MAX_KNOWN:
-                self.known.clear()
-            self.known[key] = _strides_on_one_device(func, args, kwargs, operands, key)
-        wanted = self.known[key]
+        if self.rows_give_rows and all(map(_same, key, rows, [t.shape for t in operands])):
+            wanted: list[_Strides] | None = [by_rows(o.shape) for o in outs]
+        else:
+            if key not in self.known:
+                if len(self.known) >= _MAX_KNOWN:
+                    self.known.clear()
+                self.known[key] = _strides_on_one_device(func, args, kwargs, operands, key, outs)
+            wanted = self.known[key]
         if wanted is not None and len(wanted) == len(outs):
             for out, strides in zip(outs, wanted, strict=True):
                 arrange(out, strides)
 
 
-def _is_row_major(t: torch.Tensor, rows: tuple[int, ...] | None) -> bool:
-    """Return True if an operand is row-major on one device. ``rows``: its local strides then."""
-    if type(t) not in ORDINARY:
-        return not isinstance(t, GlobalTensor) and t.is_contiguous()
-    held = t.__dict__
-    if "_origin" in held:
-        return False
-    note = held.get("_strides")
-    if note is not None:
-        return bool(note.strides == by_rows(t.shape))
-    return rows is None or t._local.stride() == rows  # type: ignore[attr-defined]
+def _same(a: _Strides, b: _Strides, shape: Iterable[int]) -> bool:
+    """Return True if two strides of a tensor of this shape are the same, but for dims of size 1."""
+    return all(x == y for x, y, n in zip(a, b, shape, strict=True) if n > 1)
 
 
 def _strides_on_one_device(
@@ -121,29 +141,42 @@ def _strides_on_one_device(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     operands: Sequence[torch.Tensor],
-    strides: Sequence[tuple[int, ...]],
-) -> list[tuple[int, ...]] | None:
-    """Return the strides of the results for operands with these strides, or None if unknown."""
-    with (
-        torch.no_grad(),
-        torch_private.without_function_modes(),
-        torch_private.unobserved(),
-        torch_private.real_tensors(),
-        torch_private.fake_tensors(),
-        warnings.catch_warnings(),
+    strides: Sequence[_Strides],
+    outs: Sequence[GlobalTensor],
+) -> list[_Strides] | None:
+    """Return the strides of the results for operands with these strides, or None if unknown.
+
+    The kernels of meta and fake tensors have an order of their own, so the call is run on zeros. If
+    the operands are large, a run with short dims shows the order, where the arguments allow it."""
+    large = sum(t.numel() for t in operands) > _MAX_ELEMENTS
+    try:
+        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with torch.random.fork_rng([]):
+                these = iter([_zeros(t, s, large) for t, s in zip(operands, strides, strict=True)])
+                found = func(*replaced(args, these), **replaced(kwargs, these))
+    except Exception:  # a call that needs other values or sizes: its results stay as they are
+        return None
+    shown = tensors_in(found, [])
+    if len(shown) != len(outs) or any(
+        t.dim() != o.dim() or any(n == 1 < m for n, m in zip(t.shape, o.shape, strict=True))
+        for t, o in zip(shown, outs, strict=True)
     ):
-        warnings.simplefilter("ignore")
-        these = iter(
-            [
-                torch.empty_strided(t.shape, s, dtype=t.dtype, device=t.device)
-                for t, s in zip(operands, strides, strict=True)
-            ]
-        )
-        # a function without a kernel for fake tensors: its results stay as they are
-        with contextlib.suppress(Exception):
-            out = func(*replaced(args, these), **replaced(kwargs, these))
-            return [t.stride() for t in tensors_in(out, [])]
-    return None
+        return None
+    return [
+        dense_strides(o.shape, t.stride()) if large else t.stride()
+        for t, o in zip(shown, outs, strict=True)
+    ]
+
+
+def _zeros(t: torch.Tensor, strides: _Strides, short: bool) -> torch.Tensor:
+    """Return zeros of an operand's shape, or with short dims, in the order of these strides."""
+    if short:
+        shape = [min(n, _SHORT) for n in t.shape]
+        strides = dense_strides(shape, strides)
+    else:
+        shape = list(t.shape)
+    return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).zero_()
 
 
 class ComposedPlan(DelegatePlan):

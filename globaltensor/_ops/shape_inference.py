@@ -180,9 +180,8 @@ def _empty_results(
     torch's Python kernels for meta tensors fail on some empty operands (``F.interpolate``)."""
     if all(s.numel for s in specs) or sum(s.numel for s in specs) > _MAX_CPU_ELEMENTS:
         return None
-    modes = torch_private.outside_all_modes(), torch_private.unobserved()
     try:
-        with modes[0], modes[1], torch.no_grad(), torch.random.fork_rng([]):
+        with torch_private.outside_all_modes(), torch.no_grad(), torch.random.fork_rng([]):
             these = iter([torch.zeros(s.shape, dtype=s.dtype) for s in specs])
             out = func(*replaced(args, these), **replaced(kwargs, these))
     except Exception:  # the error of the meta kernel stands

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Sequence
+from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, WrapperDescriptorType
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ from .._tensor.strides import (
     differ,
     local_strides_tell,
     note_strides,
-    permutes,
     results,
     strides_ambiguous,
 )
@@ -364,7 +364,8 @@ def _plan_composite(call: _CallToPlan) -> CallPlan | None:
     composed: Any = op.composite
     if meta is not None and torch_private.any_autocast() and not rule.inplace:
         composed = as_autocast_would(composed, func, call.specs, call.args, call.kwargs, meta)
-    if any(m.dim() > 1 for m in meta or ()) and not (op.view or rule.inplace or _is_ours(func)):
+    matrices = any(m.dim() > 1 for m in meta or ())
+    if matrices and not (op.view or rule.inplace) and _is_torchs(func):
         return ComposedPlan(composed, ResultStrides(call.specs))
     return DelegatePlan(composed)
 
@@ -504,6 +505,16 @@ def _is_ours(func: Any) -> bool:
     return (getattr(func, "__module__", None) or "").startswith(f"{__package__}.")
 
 
+def _is_torchs(func: Any) -> bool:
+    """Return True if a function is torch's own, which has no side effects when it is run again."""
+    return isinstance(func, _TORCH_KINDS) or (
+        isinstance(func, FunctionType) and (func.__module__ or "").partition(".")[0] == "torch"
+    )
+
+
+_TORCH_KINDS = (BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType)
+
+
 def _build_call_plan(
     kind: type[LocalPlan],
     func: Any,
@@ -520,7 +531,7 @@ def _build_call_plan(
             choice.ins[0] is not specs[0]
             or type(tensors_in(kwargs, tensors_in(args, []))[0]) is RemoteView
         )
-        kind = _kind_of_view_plan(op, rule, specs[0], choice.outs, structure, communicates)
+        kind = _kind_of_view_plan(rule, specs[0], choice.outs, communicates)
     done = kind(name_of(func), specs, choice.ins, choice.outs)
     done.inplace, done.view, done.structure = rule.inplace, op.view, structure
     done.picks = op.view and any(f in op.reduce or f in op.exchanges for f in choice.factors)
@@ -547,12 +558,13 @@ def _build_call_plan(
         and bool(args or not op.view)
         and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     )
-    if not (op.view or rule.inplace or _is_ours(func)):
+    if not (op.view or rule.inplace) and _is_torchs(func):
+        remote = any(type(t) is RemoteView for t in tensors_in(kwargs, tensors_in(args, [])))
         boxed = any(r is not None for r in done.routes)
         messages = done.function is not None and any(
             f in op.exchanges or f in op.reduce for f in choice.factors
         )
-        if local_order_misleads(boxed, done.outside, messages, choice.outs):
+        if local_order_misleads(boxed, done.outside, messages, remote, choice.outs):
             done.order = ResultStrides(specs)
     if torch_private.function_mode_on():
         return done  # a recorder is active and must see each step
@@ -589,23 +601,13 @@ def _build_call_plan(
 
 
 def _kind_of_view_plan(
-    op: OpDescription,
-    rule: Rule,
-    base: Spec,
-    outs: Sequence[Spec],
-    structure: Any,
-    communicates: bool,
+    rule: Rule, base: Spec, outs: Sequence[Spec], communicates: bool
 ) -> type[LocalPlan]:
     """Return the class of a view function's plan: what it does with the strides of one device.
 
     ``communicates``: its base is boxed, or is a view that needed communication."""
-    hides, recorded = _hides_strides(op, base, outs, structure), torch_private.function_mode_on()
-    refused = (
-        rule.name in REFUSED
-        and bool(outs)
-        and base.shape != outs[0].shape
-        and (communicates or strides_ambiguous(base.plain))
-    )
+    hides, recorded = _hides_strides(base, outs), torch_private.function_mode_on()
+    refused = rule.name in REFUSED and bool(outs) and base.shape != outs[0].shape and communicates
     if (hides or refused) and not recorded:
         return StridedViewPlan
     if outs and local_tensors_mislead(rule.name, base, outs[0], communicates):
@@ -613,13 +615,11 @@ def _kind_of_view_plan(
     return NotedViewPlan if hides else LocalPlan
 
 
-def _hides_strides(op: OpDescription, base: Spec, outs: Sequence[Spec], structure: Any) -> bool:
+def _hides_strides(base: Spec, outs: Sequence[Spec]) -> bool:
     """Return True if local tensors may not determine the memory order of a view's results."""
-    if base.placement.coordinate(world().rank) is None or any(
-        differ(s.plain) for s in (base, *outs)
-    ):
-        return True
-    return isinstance(structure, torch.Tensor) and permutes(op.dims[0], op.out[0], outs[0])
+    return base.placement.coordinate(world().rank) is None or any(
+        differ(s.plain) or strides_ambiguous(s.plain) for s in (base, *outs)
+    )
 
 
 def _is_list(args: tuple[Any, ...]) -> bool:

@@ -20,7 +20,7 @@ communication (_tensor/view_tracking.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -39,6 +39,7 @@ __all__ = [
     "by_rows",
     "copy_noted_order",
     "copy_noted_strides",
+    "dense_strides",
     "device_strides",
     "differ",
     "forget_note",
@@ -51,11 +52,11 @@ __all__ = [
     "note_order",
     "note_strides",
     "part_tells",
-    "permutes",
     "results",
     "stride",
     "strides_ambiguous",
     "strides_like",
+    "strides_of_copy",
 ]  # fmt: skip
 
 
@@ -83,16 +84,8 @@ def differ(spec: Spec) -> bool:
 def strides_ambiguous(spec: Spec) -> bool:
     """Return True if local tensors may not show the memory order of dims.
 
-    They `differ`, or all have size 1 in a dim. The latter counts for matrices only. In more dims
-    the local order is mostly right, and calls on such tensors stay fast.
-    """
-    return differ(spec) or (
-        len(spec.shape) == 2
-        and any(
-            n > 1 and {length for _, length in nested_balanced_split(n, spec.chain(d))} == {1}
-            for d, n in enumerate(spec.shape)
-        )
-    )
+    They `differ`, or have size 1 in a dim."""
+    return len(spec.shape) > 1 and (differ(spec) or has_single_element_parts(spec))
 
 
 @lru_cache(maxsize=1 << 12)
@@ -105,24 +98,6 @@ def has_single_element_parts(spec: Spec) -> bool:
     return any(
         n > 1 and 1 in {length for _, length in nested_balanced_split(n, spec.chain(d))}
         for d, n in enumerate(spec.shape)
-    )
-
-
-def permutes(
-    base_factors: Sequence[Hashable], result_factors: Sequence[Hashable], spec: Spec
-) -> bool:
-    """Return True if a view function only permutes dims, and local tensors may not show the order.
-
-    ``spec``: the spec of its result. ``base_factors``, ``result_factors``: the factors of its base
-    and of its result.
-    """
-    factors = set(result_factors)
-    return (
-        len(result_factors) > 1
-        and len(result_factors) == len(base_factors) == len(factors)
-        and None not in factors
-        and factors == set(base_factors)
-        and strides_ambiguous(spec.plain)
     )
 
 
@@ -158,21 +133,28 @@ def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
 
 
 def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
-    """Give a new tensor, which shares memory with no other, the memory order of ``strides``."""
+    """Give a new tensor, which shares memory with no other, the memory order of ``strides``.
+
+    Copy its local tensor into that order, on every rank or on none, and note the strides if the
+    local tensors do not show them. Empty tensors, and strides of 0, are left alone."""
     shape = x.shape
     if len(strides) != len(shape) or len(shape) < 2 or not x.numel():
         return
     if any(s == 0 and n > 1 for s, n in zip(strides, shape, strict=True)):
         return
     shown = stride(x)
-    if all(a == b for a, b, n in zip(shown, strides, shape, strict=True) if n > 1):
-        return
+    same = all(a == b for a, b, n in zip(shown, strides, shape, strict=True) if n > 1)
     here = x._spec.placement.coordinate(world().rank) is not None
+    hidden = not here or has_hidden_gaps(x._spec.plain)
+    if same and not hidden:
+        return
     if here:
-        outer_first = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
-        back = [outer_first.index(d) for d in range(len(shape))]
-        x._local = x._local.permute(outer_first).contiguous().permute(back)
-    if not here or has_hidden_gaps(x._spec.plain):
+        local = x._local
+        order = dense_strides(local.shape, strides)
+        if not same or local.stride() != order:
+            laid = torch.empty_strided(local.shape, order, dtype=local.dtype, device=local.device)
+            x._local = laid.copy_(local)
+    if not same:
         note_strides(x, Note(strides, True))
 
 
@@ -180,6 +162,11 @@ def _strides_of_copy(x: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a new tensor like ``x``, which is on the meta device."""
     # on this device torch makes a dense tensor with a dim of size 1 row-major
     return (x if _is_dense(x) else torch.empty_like(x)).stride()
+
+
+def strides_of_copy(x: GlobalTensor) -> tuple[int, ...]:
+    """Return the strides that one device gives a copy of ``x``."""
+    return _strides_of_copy(_meta_with_strides(x, device_strides(x)))
 
 
 def strides_like(x: GlobalTensor) -> tuple[int, ...] | None:
@@ -342,7 +329,7 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
     elif (found := note_of(self)) is not None:
         out = _drop_gaps(shape, found.strides)
     elif not strides_ambiguous(self._spec.plain) and local.dim() == len(shape):
-        out = _dense_strides(shape, _known_order(shape, local))
+        out = dense_strides(shape, _known_order(shape, local))
     else:
         out = by_rows(shape)
     return out if dim is None else out[dim]
@@ -370,10 +357,10 @@ def _drop_gaps(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...
     """Return strides of one device as they are, or, if they leave gaps, those without gaps."""
     spread = [(n, s) for n, s in zip(shape, strides, strict=True) if s]
     dense = sum((n - 1) * s for n, s in spread if n > 1) + 1 == math.prod(n for n, _ in spread)
-    return strides if dense else _dense_strides(shape, strides)
+    return strides if dense else dense_strides(shape, strides)
 
 
-def _dense_strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Return the strides of a dense tensor of this shape with dims in the order of ``strides``."""
     steps, step = [0] * len(shape), 1
     for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
