@@ -149,8 +149,6 @@ def _full_or_zeros(t: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 _MAX_CACHED_CODES = 64  # per plan
-# So many are saved with their text: a number that is new in each step is not worth the time.
-_MAX_SHOWN_CODES = 8
 # Where the global operands of a call are, if they are not its first one to three arguments:
 IN_LIST = -1  # the entries of the first argument, a list
 ONE_AND_NAMED = -2  # the first argument, and arguments passed by name
@@ -215,7 +213,7 @@ class CallPlan:
         self.device: torch.device | None = None
 
     def code_with(self, number: Any) -> int:
-        """Return the code of a call with this number, and cache it.
+        """Return the code of a call with this number. Cache it, and save its text for reports.
 
         Training steps repeat the same numbers. 0.0 and -0.0 have the same code."""
         if len(self.codes) >= _MAX_CACHED_CODES:
@@ -223,7 +221,7 @@ class CallPlan:
         known = _sorted_by_name(number, self.number_names) if self.number_names else number
         digest = digest_of(f"{self.code} {known!r}")
         history = self.mixed_history if self.recorded is None else self.recorded[0]
-        if history is not None and len(self.codes) < _MAX_SHOWN_CODES:
+        if history is not None:
             history.learn_number(digest, self.code.to_bytes(8, "little"), known)
         self.codes[number] = code = int.from_bytes(digest, "little")
         return code

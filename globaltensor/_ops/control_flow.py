@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from .._base import torch_private
 from .dispatch import register_handlers
 
@@ -27,14 +29,19 @@ def _choose(
 
 
 def _while_loop(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    condition, body, carried, others = args
+    condition, body, first, others = args
+    carried = first
     while condition(*carried, *others):
         carried = body(*carried, *others)
-        if len(carried) != len(args[2]):
+        if not isinstance(carried, (tuple, list)) or len(carried) != len(first):
             raise RuntimeError(
-                f"while_loop: the body returns {len(carried)} values, but takes {len(args[2])}"
+                f"while_loop: the body must return as many values as it takes ({len(first)}), in a "
+                f"tuple, got {type(carried).__name__}"
             )
-    return tuple(x.clone() if x is first else x for x, first in zip(carried, args[2], strict=True))
+    return tuple(
+        x.clone() if isinstance(x, torch.Tensor) and any(x is f for f in first) else x
+        for x in carried
+    )
 
 
 register_handlers(

@@ -439,9 +439,17 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
                 out = out.to_global(
                     placement=out._spec.placement.with_type(kind), sbp=out._spec.layout
                 )
-    if order is not None and order is not torch.preserve_format:
+    # For a format that it is in already, torch returns the tensor itself. It counts as in the usual
+    # format if it is not in channels_last.
+    stays = out is self and not copy and order is torch.contiguous_format
+    if order not in (None, torch.preserve_format) and not (stays and not _channels_last(self)):
         out = out.contiguous(memory_format=order)
     return out.clone() if copy and out is self else out
+
+
+def _channels_last(x: GlobalTensor) -> bool:
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    return x.dim() in formats and is_contiguous(x, formats[x.dim()]) and not is_contiguous(x)
 
 
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:

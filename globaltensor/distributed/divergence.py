@@ -97,6 +97,13 @@ _MAX_PLAIN_USES: Final = 256  # saved, for reports
 # The count in the name of a graph, which may differ by rank.
 _COUNTER: Final = re.compile(r"_\d+\b")
 _SHOWN: Final = 160  # characters of an operation that an error shows
+# So many numbers of an operation are saved for reports, and none if it has more: a number that is
+# new in each step is not worth the time.
+_NUMBERS_OF_ONE: Final = 8
+# The end of the text of an operation whose numbers are not saved, and the text of operations that
+# are not saved any more. Of these no report may say that a rank has not run them.
+_MORE: Final = " with ..."
+_OLDER: Final = "..."
 
 
 class PlainUse(NamedTuple):
@@ -159,8 +166,8 @@ class History:
     """
 
     __slots__ = (
-        "codes", "grad_enabled", "numbers", "operations", "plain_count", "plain_uses", "ranks",
-        "records", "serial",
+        "codes", "grad_enabled", "number_counts", "numbers", "operations", "plain_count",
+        "plain_uses", "ranks", "records", "serial",
     )  # fmt: skip
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -175,6 +182,8 @@ class History:
         self.operations: OrderedDict[bytes, RecordedOperation] = OrderedDict()
         #: Operations with their numbers, in the order of first use.
         self.numbers: OrderedDict[bytes, RecordedOperation] = OrderedDict()
+        #: How many numbers each operation had, by its digest.
+        self.number_counts: dict[bytes, int] = {}
         #: The last uses of plain tensors that `record_plain` added.
         self.plain_uses: deque[PlainUse] = deque(maxlen=_MAX_PLAIN_USES)
         self.plain_count = 0
@@ -222,11 +231,15 @@ class History:
         """Save for reports that an operation is recorded as ``digest`` with this number.
 
         ``operation``: the digest of the operation's text."""
-        if self.records and digest not in self.numbers and operation in self.operations:
-            text = f"{self.operations[operation].text} with {_number_text(number)}"
+        if not self.records or digest in self.numbers or operation not in self.operations:
+            return
+        count = self.number_counts[operation] = self.number_counts.get(operation, 0) + 1
+        text = self.operations[operation].text
+        if count <= _NUMBERS_OF_ONE and len(self.numbers) < _MAX_NUMBERS:
+            text = f"{text} with {_number_text(number)}"
             self.numbers[digest] = RecordedOperation(text, *_place_of_user())
-            if len(self.numbers) > _MAX_NUMBERS:
-                self.numbers.popitem(last=False)
+        elif count <= _NUMBERS_OF_ONE + 1:
+            self.numbers[digest_of(text + _MORE)] = RecordedOperation(text + _MORE)
 
     def code_of(self, what: str, spec: Any) -> bytes:
         """Return the digest by which to record a call on a tensor of this spec."""
@@ -285,12 +298,15 @@ def due(count: int) -> bool:
 
 def described_operations(histories: Iterable[History]) -> list[tuple[bytes, str, str]]:
     """Return the digest, the text and the line of each operation in the histories."""
-    return [
-        (digest, *operation.described())  # type: ignore[misc]
-        for history in histories
-        for known in (history.operations, history.numbers)
-        for digest, operation in known.items()
-    ]
+    found: list[tuple[bytes, str, str]] = []
+    for history in histories:
+        if len(history.operations) >= _MAX_OPERATIONS:
+            found.append((b"", _OLDER, ""))
+        for known in (history.operations, history.numbers):
+            for digest, operation in known.items():
+                text, line = operation.described()
+                found.append((digest, text, line))
+    return found
 
 
 @dataclass
@@ -450,16 +466,20 @@ def end_record(histories: Mapping[tuple[int, ...], History], failed: bool) -> by
     record = {
         ",".join(map(str, ranks)): [
             h.digest().hex(),
-            [
-                operation.described()
-                for known in (h.operations, h.numbers)
-                for operation in list(known.values())[-_LAST_OPERATIONS:]
-            ],
+            _last_operations(h),
             [use.described() for use in h.plain_uses],
         ]
         for ranks, h in histories.items()
     }
     return json.dumps({"failed": failed, "histories": record}).encode()
+
+
+def _last_operations(history: History) -> list[list[str]]:
+    """Return the texts and lines of the last operations, and a mark if there were more."""
+    operations = list(history.operations.values())
+    older = [RecordedOperation(_OLDER)] if len(operations) > _LAST_OPERATIONS else []
+    shown = [*older, *operations[-_LAST_OPERATIONS:], *history.numbers.values()]
+    return [operation.described() for operation in shown]
 
 
 def how_it_ended(record: bytes) -> tuple[str, bool]:
@@ -527,12 +547,12 @@ def _divergence_at_end_text(
         (rank, operations, other_operations),
         (other, other_operations, operations),
     ):
-        known = {text for text, _ in peer_operations}
-        found = next(((text, line) for text, line in own_operations if text not in known), None)
-        if found is not None:
+        alone = _run_here_alone(own_operations, peer_operations)
+        if alone is not None:
+            peer_alone = _run_here_alone(peer_operations, own_operations)
             lines.append(
-                f"  rank {me} has run {_shown_operation(*found)}, which rank {rank + other - me} "
-                f"has not"
+                f"  rank {me} has run {_shown_operation(*alone, peer_alone)}, which rank "
+                f"{rank + other - me} has not"
             )
     if len(lines) == 1:
         lines.append(
@@ -551,19 +571,45 @@ def _line_text(report: Report) -> str:
     return f"{report.line}\n" if report.line else ""
 
 
-def _shown_operation(text: str, line: str) -> str:
-    return text[:_SHOWN] + (f"  ({line})" if line else "")
+def _run_here_alone(
+    own: Sequence[Sequence[str]], of_peer: Sequence[Sequence[str]]
+) -> tuple[str, str] | None:
+    """Return the text and line of the first operation that a rank has run and its peer surely not.
+
+    The operations are texts with their lines. The peer may not have saved all of them."""
+    texts, peer_texts = {text for text, _ in own}, {text for text, _ in of_peer}
+    after = _OLDER not in peer_texts  # True once the operations that the peer has saved begin
+    for text, line in own:
+        if text in peer_texts:
+            after |= text != _OLDER
+            continue
+        operation, number, _ = text.rpartition(" with ")
+        unknown = number and f"{operation}{_MORE}" in texts | peer_texts
+        if after and not unknown and text != _OLDER:
+            return text, line
+    return None
+
+
+def _shown_operation(text: str, line: str, other: tuple[str, str] | None = None) -> str:
+    """Return an operation as errors show it: of a long text the part that ``other`` has not."""
+    begin = 0
+    if other is not None and len(text) > _SHOWN:
+        pairs = zip(text, other[0], strict=False)
+        alike = next((i for i, (a, b) in enumerate(pairs) if a != b), len(text))
+        begin = max(0, alike - _SHOWN // 2)
+    shown = f"{text[:40]} ... {text[begin : begin + _SHOWN]}" if begin > 40 else text[:_SHOWN]
+    return shown + (f"  ({line})" if line else "")
 
 
 def _differing_operations(first: Report, other: Report) -> list[str]:
     lines = []
     for report, peer_report in ((first, other), (other, first)):
-        known = {digest for digest, _, _ in peer_report.operations}
-        found = next((o for o in report.operations if o[0] not in known), None)
-        if found is not None:
+        own, of_peer = ([o[1:] for o in r.operations] for r in (report, peer_report))
+        alone = _run_here_alone(own, of_peer)
+        if alone is not None:
+            shown = _shown_operation(*alone, _run_here_alone(of_peer, own))
             lines.append(
-                f"  rank {report.rank} has run {_shown_operation(*found[1:])}, which rank "
-                f"{peer_report.rank} has not"
+                f"  rank {report.rank} has run {shown}, which rank {peer_report.rank} has not"
             )
     return lines
 

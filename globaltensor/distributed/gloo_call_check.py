@@ -81,6 +81,9 @@ class CallHeader:
     @staticmethod
     def read(header: Tensor) -> CallHeader:
         name, op, dtype, *numbers = header.tolist()
+        if not (0 <= name < len(_NAMES) and 0 <= op < len(_OPS) and dtype < len(_DTYPES)):
+            # the peer runs an operation on global tensors, whose message this is
+            return CallHeader("an operation on global tensors", "", None, -1, -1, 0)
         return CallHeader(_NAMES[name], _OPS[op], None if dtype < 0 else _DTYPES[dtype], *numbers)
 
     def __str__(self) -> str:

@@ -563,3 +563,37 @@ flow.ones(3, placement=everyone, sbp=flow.sbp.split(0)).sum().item()
 """
     code, said = launched(tmp_path, program, ranks=3, GLOBALTENSOR_SHARED_MEMORY=shared)
     assert (code, said) == (0, ""), said
+
+
+REPORTS = """
+import torch, globaltensor as flow
+rank = flow.env.get_rank()
+x = flow.ones(2, 400, placement=flow.placement.all("cpu"), sbp=flow.sbp.broadcast)
+"""
+#: Programs in which much has run, and what a report of the ranks must say and must not.
+LONG_PROGRAMS = {
+    "many numbers": (
+        "for i in range(12):\n    x * (i + 0.5)\nif rank:\n    x * 100.5\n",
+        "more often",
+        "has run mul",
+    ),
+    "a number after many": (
+        "for i in range(12):\n    x * (i + 0.5)\nx + (1.5 + rank)\n",
+        "rank 1 has run add(f32[2, 400] B, float) with 2.5",
+        "has run mul",
+    ),
+    "many operations": (
+        "for i in range(300):\n    x[:, i:i + 1]\nif rank:\n    x.sin()\n",
+        "rank 1 has run sin(f32[2, 400] B)",
+        "has run __getitem__",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LONG_PROGRAMS)
+def test_reports_say_nothing_of_what_is_not_saved_any_more(tmp_path: Path, name: str) -> None:
+    program, says, never = LONG_PROGRAMS[name]
+    code, said = launched(tmp_path, REPORTS + program)
+    assert code == 1
+    assert says in said
+    assert never not in said

@@ -63,3 +63,18 @@ def test_global_tensors_that_are_no_operands_are_refused_alike() -> None:
     assert first == second
     assert "test_control_flow.py" in first.splitlines()[0]
     assert "uses global tensors that are not among the operands" in first
+
+
+def loops() -> list[Any]:
+    from torch._higher_order_ops import while_loop
+
+    x: Any = torch.ones(2).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    kept, count = while_loop(lambda t, n: t.sum() < 0, lambda t, n: (t, n), (x, 3))
+    first, second = while_loop(lambda a, b: a.sum() < 3, lambda a, b: (b * 2, a), (x, x + 1))
+    with pytest.raises(RuntimeError, match="must return as many values as it takes"):
+        while_loop(lambda t, n: t.sum() < 3, lambda t, n: t, (x, x))
+    return [kept is x, count, first.tolist(), second is x, second.tolist()]
+
+
+def test_results_of_loops_are_new_tensors_and_numbers_pass() -> None:
+    assert run_on(2, loops) == [[False, 3, [4.0, 4.0], False, [1.0, 1.0]]] * 2

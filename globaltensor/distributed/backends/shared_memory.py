@@ -30,7 +30,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ..watchdog import Wait, Watchdog
+from ..watchdog import Deadlock, Wait, Watchdog
 
 __all__ = ["VARIABLE", "PeerLost", "SharedBlock", "SharedMemoryPeers", "host"]
 
@@ -469,7 +469,7 @@ class SharedMemoryPeers:
             return b""
         try:
             part = self.read(rank, _REPORTS, peer.reports, None, lambda: seconds)
-        except PeerLost:
+        except (PeerLost, Deadlock):
             return b""
         peer.reports += 1
         data: bytes = part.data.numpy().tobytes()

@@ -38,8 +38,6 @@ _INSTALL: Final = (
 #: Seconds between a rank's farewell and the error of ranks that still wait for it. Messages that it
 #: sent before may still be in transit.
 _GRACE: Final = 1.0
-# All waits that last end within so many seconds after an interruption.
-_INTERRUPTED: Final = 2.0
 
 
 class Library:
@@ -96,13 +94,16 @@ class Library:
         patch("sys:excepthook", watching)
 
     def interrupt(self) -> None:
-        """End what this process waits for, with an error: the ranks wait for each other."""
-        self._interrupted = time.monotonic()
+        """End what the main thread waits for, with an error: the ranks wait for each other."""
+        self._interrupted = time.perf_counter()
 
-    @property
-    def interrupted(self) -> bool:
-        """True if a wait that lasts is to end."""
-        return time.monotonic() - self._interrupted < _INTERRUPTED
+    def interrupts(self, began: float) -> bool:
+        """Return True if a wait of this thread that began then is to end."""
+        main = threading.current_thread() is threading.main_thread()
+        if not main or began >= self._interrupted:
+            return False
+        self._interrupted = -math.inf
+        return True
 
     def listen(self) -> None:
         """Prepare for the farewells that ranks send when they leave.

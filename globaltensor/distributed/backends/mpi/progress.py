@@ -226,8 +226,6 @@ class Operation(dist.Work):
                 self._fail(f"{_ranks(gone)} left; {missing}")
             elif left := self._step.left() if self._step is not None else []:
                 self._fail(f"{_ranks(left)} gave up (its own error says why); {missing}")
-            elif self._group.library.interrupted:
-                self._fail("the ranks wait for each other")
             elif waited > allowed:
                 self._fail(f"timed out after {allowed:g} s: {missing}")
 
@@ -247,6 +245,10 @@ class Operation(dist.Work):
                 self.overdue(now - began, limit)
             elif waited > _LONG:
                 self.overdue(now - self._started)
+                if self._group.library.interrupts(began):
+                    with self._lock:
+                        if not self.over:
+                            self._fail("the ranks wait for each other")
             if self.moving and waited < _MOVING:
                 give_way()
             else:
