@@ -149,14 +149,18 @@ def _strides_on_one_device(
     The kernels of meta and fake tensors have an order of their own, so the call is run on zeros. If
     the operands are large, a run with short dims shows the order, where the arguments allow it."""
     large = sum(t.numel() for t in operands) > _MAX_ELEMENTS
-    try:
-        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with torch.random.fork_rng([]):
-                these = iter([_zeros(t, s, large) for t, s in zip(operands, strides, strict=True)])
-                found = func(*replaced(args, these), **replaced(kwargs, these))
-    except Exception:  # a call that needs other values or sizes: its results stay as they are
-        return None
+    with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        generator = torch.default_generator.get_state()
+        try:
+            these = iter([_zeros(t, s, large) for t, s in zip(operands, strides, strict=True)])
+            found = func(*replaced(args, these), **replaced(kwargs, these))
+        except Exception:  # a call that needs other values or sizes: its results stay as they are
+            return None
+        finally:
+            # Only if the call has drawn random numbers: other threads may draw at the same time.
+            if not torch.equal(torch.default_generator.get_state(), generator):
+                torch.default_generator.set_state(generator)
     shown = tensors_in(found, [])
     if len(shown) != len(outs) or any(
         t.dim() != o.dim() or any(n == 1 < m for n, m in zip(t.shape, o.shape, strict=True))

@@ -365,7 +365,7 @@ def _plan_composite(call: _CallToPlan) -> CallPlan | None:
     if meta is not None and torch_private.any_autocast() and not rule.inplace:
         composed = as_autocast_would(composed, func, call.specs, call.args, call.kwargs, meta)
     matrices = any(m.dim() > 1 for m in meta or ())
-    if matrices and not (op.view or rule.inplace) and _is_torchs(func):
+    if matrices and not (op.view or rule.inplace or op.random) and _is_torchs(func):
         return ComposedPlan(composed, ResultStrides(call.specs))
     return DelegatePlan(composed)
 
@@ -558,7 +558,7 @@ def _build_call_plan(
         and bool(args or not op.view)
         and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     )
-    if not (op.view or rule.inplace) and _is_torchs(func):
+    if not (op.view or rule.inplace or op.random) and _is_torchs(func):
         remote = any(type(t) is RemoteView for t in tensors_in(kwargs, tensors_in(args, [])))
         boxed = any(r is not None for r in done.routes)
         messages = done.function is not None and any(

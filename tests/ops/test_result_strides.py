@@ -154,3 +154,97 @@ def test_kernels_with_an_order_of_their_own() -> None:
     of_one = of_kernels(q, x)
     want = [t.is_contiguous() for t in of_one], [t.stride() for t in of_one]
     assert run_on(2, attention_of_single_rows) == [want] * 2
+
+
+#: Calls whose order the kernels alone know: row-major operands with another result, a fake kernel
+#: with another order than the real one, views without a base on this rank.
+ORDERS: dict[str, Callable[[Any], Any]] = {
+    "fft": lambda x: torch.fft.fft(x, dim=0).real.clone(),
+    "einsum": lambda x: torch.einsum("ij->ji", x),
+    "power of a number": lambda x: 2.0**x.T,
+    "isin": lambda x: torch.isin(x.T, x).double(),
+    "slice": lambda x: x[:, ::2] + 1,
+    "chunk": lambda x: x.T.chunk(2, 0)[0] + 1,
+    "cast": lambda x: x.T.long(),
+    "view of a result": lambda x: (x.T + 1).view(x.T.shape),
+    "scan": lambda x: x.T.cumprod(1),
+    "unsqueeze": lambda x: x.T.unsqueeze(1) + 1,
+}
+READS: dict[str, Callable[[Any], Any]] = {
+    "is_contiguous": lambda y: y.is_contiguous(),
+    "view": lambda y: y.view(-1).numel(),
+    "ravel": lambda y: y.ravel().numel(),
+    "flatten": lambda y: y.flatten().numel(),
+}
+
+
+def orders(lay: Callable[[torch.Tensor], Any], n: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for (name, make), (asked, read) in itertools.product(ORDERS.items(), READS.items()):
+        y = make(lay(torch.arange(float(n * n), dtype=torch.float64).view(n, n) / n))
+        try:
+            found[f"{name}: {asked}"] = read(y)
+        except RuntimeError:
+            found[f"{name}: {asked}"] = "refused"
+        y.contiguous().fill_(7)
+        found[f"{name}: written, {asked}"] = y.sum().item()
+    return found
+
+
+def orders_on_ranks(n: int) -> list[dict[str, Any]]:
+    where = flow.placement.all("cpu")
+    return [
+        orders(lambda x, sbp=sbp: x.to_global(where, B).to_global(sbp=sbp), n)  # type: ignore[attr-defined]
+        for sbp in (S(0), S(1), P, B)
+    ]
+
+
+@pytest.mark.parametrize(("ranks", "n"), [(3, 4), (2, 2)])
+def test_ranks_agree_where_the_kernel_alone_knows_the_order(ranks: int, n: int) -> None:
+    want = orders(lambda x: x.clone(), n)
+    every = run_on(ranks, orders_on_ranks, n)
+    assert all(of_rank == every[0] for of_rank in every)
+    for sbp, got in zip(("S(0)", "S(1)", "P", "B"), every[0], strict=True):
+        wrong = {k: (sbp, v, want[k]) for k, v in got.items() if v != pytest.approx(want[k])}
+        assert wrong == {}
+
+
+def of_plain_operands() -> list[Any]:
+    where = flow.placement.all("cpu")
+    g: Any = torch.ones(4, 3).to_global(where, B).to_global(sbp=S(1))  # type: ignore[attr-defined]
+    p = torch.arange(12.0).view(4, 3)
+    p = p if flow.env.get_rank() == 0 else p.T.contiguous().T
+    return [(p + g).is_contiguous(), (p + g).view(-1).sum().item()]
+
+
+def test_the_order_of_a_plain_operand_on_one_rank_decides_nothing() -> None:
+    assert run_on(2, of_plain_operands) == [[True, 78.0]] * 2
+
+
+class Softmax(flow.nn.Graph):
+    def build(self, x: Any) -> Any:
+        y = x.T.softmax(0) * 1
+        y.flatten().mul_(0)
+        return y
+
+
+def of_a_graph_over_a_split() -> float:
+    x: Any = torch.arange(12.0).view(4, 3).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    return Softmax()(x.to_global(sbp=S(1))).abs().sum().item()  # type: ignore[no-any-return]
+
+
+def test_a_graph_over_a_split_softmax_views_where_one_device_does() -> None:
+    assert run_on(2, of_a_graph_over_a_split) == [0.0, 0.0]
+
+
+def of_a_grid() -> list[Any]:
+    grid = flow.placement("cpu", [[0, 1], [2, 3]])
+    x: Any = torch.arange(24.0).view(2, 2, 6).to_global(grid, [B, B])  # type: ignore[attr-defined]
+    y = x.to_global(sbp=[S(0), S(1)]) + 1
+    z = y.transpose(0, 1).contiguous()
+    z.mul_(0)
+    return [y.sum().item(), y.transpose(0, 1).is_contiguous()]
+
+
+def test_parts_of_one_element_in_two_dims_show_no_order() -> None:
+    assert run_on(4, of_a_grid) == [[300.0, False]] * 4
