@@ -238,6 +238,10 @@ class GlobalTensor(torch.Tensor, metaclass=_ClassOfGlobalTensors):
     def __hash__(self) -> int:
         return id(self)
 
+    def __dir__(self) -> list[str]:
+        # torch's own is recorded like an operation, and a debugger asks on one rank alone
+        return sorted({*object.__dir__(self)} - {"volatile", "__cuda_array_interface__"})
+
     def is_floating_point(self) -> bool:
         return self._spec.dtype.is_floating_point
 

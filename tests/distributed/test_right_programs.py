@@ -109,7 +109,15 @@ def moved_to_where_it_is() -> Any:
     return model.weight.grad
 
 
+def names_that_a_debugger_lists() -> Any:
+    x = rows()
+    if first():
+        assert {"to_global", "add_", "_local", "grad"} <= set(dir(x))
+    return x * 2
+
+
 PROGRAMS: dict[str, Callable[[], Any]] = {
+    "names that a debugger lists": names_that_a_debugger_lists,
     "a call from two lines": a_call_from_two_lines,
     "state read for a log": state_read_for_a_log,
     "notes in a parameter group": notes_in_a_parameter_group,
