@@ -25,10 +25,11 @@ from torch import Tensor
 
 from .._base.user_code import user_line
 from ..errors import KernelError, WorldError
-from .gloo_call_check import CallHeader, check_collective, enabled
+from .gloo_call_check import CallHeader, check_collective, enabled, gloo_reason
 from .process_groups import start
 from .replicated_results import ADDING, refuse_replicated
-from .user_collectives import watched
+from .user_collectives import WATCHED, watched
+from .watchdog import current
 
 __all__ = [
     "P2POp", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce",
@@ -42,9 +43,8 @@ __all__ = [
 
 Function = Callable[..., Any]
 
-# The texts of gloo where another rank has not come, and the line of gloo's source in them.
+# The texts of gloo where another rank has not come.
 _NOT_JOINED: Final = re.compile(r"Timed out waiting|closed by peer|reset by peer", re.IGNORECASE)
-_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 
 _GLOO: Final = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8,
@@ -155,7 +155,7 @@ def explained(name: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, WorldError) or not _NOT_JOINED.search(str(error)):
             raise
-        why = _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
+        why = gloo_reason(error)
         raise WorldError(
             f"{user_line()}\nrank {dist.get_rank()} is in flow.distributed.{name}, and another "
             f"rank has not joined it: that rank has ended, hangs, or is in another function, such "
@@ -208,6 +208,17 @@ class _Collective:
         self.peer = {"send": "dst", "isend": "dst", "recv": "src", "irecv": "src"}.get(name, "")
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        thread, outer = threading.get_ident(), current.call
+        if self.name not in WATCHED or (outer is not None and outer[0] == thread):
+            return self._call(args, kwargs)
+        current.number += 1  # as `watched` does
+        current.call = thread, self.name, args, kwargs
+        try:
+            return self._call(args, kwargs)
+        finally:
+            current.call = None
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         this_world = start()
         refuse_global(self.name, args)
         if kwargs:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -26,9 +27,11 @@ from .._base.user_code import user_line
 from ..errors import WorldError
 from .world import world
 
-__all__ = ["VARIABLE", "CallHeader", "check_collective", "enabled"]
+__all__ = ["VARIABLE", "CallHeader", "check_collective", "enabled", "gloo_reason"]
 
 VARIABLE: Final = "GLOBALTENSOR_CHECK_COLLECTIVES"
+# The line of gloo's source where an error came up.
+_GLOO_PLACE: Final = re.compile(r"\[\S+\.(?:cc|h):\d+\] ")
 _MAX_WAITING: Final = 256
 _NUMEL: Final = 3  # the index of ``numel`` in a header
 _NAMES: Final = (
@@ -156,6 +159,11 @@ def _headers(call: CallHeader, size: int) -> Tensor:
     return torch.tensor([call.header()] * size)
 
 
+def gloo_reason(error: Exception) -> str:
+    """Return gloo's text without the place in its source and its advice."""
+    return _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
+
+
 def _compare(one: PeerHeaders) -> None:
     me, own_call = one.ranks[one.me], CallHeader.read(one.expected[one.me])
     try:
@@ -164,8 +172,8 @@ def _compare(one: PeerHeaders) -> None:
         others = ", ".join(str(r) for r in one.ranks if r != me)
         who = f"rank {others}" if len(one.ranks) == 2 else f"one of ranks {others}"
         raise WorldError(
-            f"{user_line()}\nrank {me} calls {own_call}, but {who} did not join: {error}; it has "
-            f"died, hangs, or does something else"
+            f"{user_line()}\nrank {me} calls {own_call}, but {who} did not join: it has died, "
+            f"hangs, or does something else\n({gloo_reason(error)})"
         ) from error
     if torch.equal(one.headers, one.expected):
         return

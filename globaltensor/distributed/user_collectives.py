@@ -26,10 +26,10 @@ from .replicated_results import ADDING, noted, refuse_replicated
 from .watchdog import CONNECTION_CLOSED, current
 from .world import refuse_child_of_rank, running, unmark_process
 
-__all__ = ["install", "watched"]
+__all__ = ["WATCHED", "install", "watched"]
 
 #: The collectives that the watchdog knows. Some are newer than torch 2.11.
-_WATCHED: Final = (
+WATCHED: Final = (
     "barrier", "monitored_barrier", "new_group", "all_reduce", "all_gather",
     "all_gather_into_tensor", "all_gather_single", "reduce_scatter", "reduce_scatter_tensor",
     "reduce_scatter_single", "broadcast", "reduce", "gather", "gather_into_tensor", "gather_single",
@@ -129,7 +129,7 @@ def leaving(end: Callable[..., None]) -> Callable[..., None]:
 
 def install() -> None:
     """Put these checks before the functions of torch.distributed."""
-    torch_private.wrap_collectives([*_WATCHED], watched)
+    torch_private.wrap_collectives([*WATCHED], watched)
     for home in ("torch.distributed", "torch.distributed.distributed_c10d"):
         patch(f"{home}:init_process_group", agreeing)
         patch(f"{home}:destroy_process_group", leaving)

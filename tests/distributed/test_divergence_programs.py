@@ -597,3 +597,19 @@ def test_reports_say_nothing_of_what_is_not_saved_any_more(tmp_path: Path, name:
     assert code == 1
     assert says in said
     assert never not in said
+
+
+@pytest.mark.parametrize("first", ["", "x.sum().item()\n"], ids=["first exchange", "later"])
+def test_a_collective_of_flow_that_one_rank_is_in_alone_is_told_over_gloo(
+    tmp_path: Path, first: str
+) -> None:
+    program = (
+        f"{SOON}{PROGRAM if first else PROGRAM.rpartition('x =')[0]}{first}"
+        "if rank:\n    flow.distributed.all_reduce(torch.ones(3))\nelse:\n"
+        '    torch.ones(4).to_global(flow.placement.all("cpu"), B).sum().item()\n'
+    )
+    code, said = launched(tmp_path, program, GLOBALTENSOR_SHARED_MEMORY="0")
+    assert code == 1
+    assert "IndexError" not in said
+    assert "GLHF" not in said
+    assert re.search(r"all_reduce +\(train.py:\d+: flow.distributed.all_reduce|did not join", said)
