@@ -326,7 +326,7 @@ class ReshapePlan(LocalPlan):
             if self.routes[0] is None and (local._is_view() or local.is_inference()):
                 local = local.clone(memory_format=torch.contiguous_format)
             return GlobalTensor.wrap(local, spec)
-        if self.routes[0] is None and type(base) in ORDINARY:
+        if self.routes[0] is None and type(base) in ORDINARY and not self.outside:
             self.local_views.add(_layout_key(base))
         return super()._view(local, spec, call, i)
 
