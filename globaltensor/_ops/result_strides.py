@@ -22,7 +22,16 @@ import torch
 from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
-from .._tensor.strides import arrange, by_rows, dense_strides, device_strides, has_hidden_gaps
+from .._tensor.strides import (
+    Note,
+    arrange,
+    by_rows,
+    dense_strides,
+    device_strides,
+    has_hidden_gaps,
+    note_of,
+    note_strides,
+)
 from ..distributed.world import world
 from ..sharding.spec import Spec
 from .call_plan import DelegatePlan
@@ -34,6 +43,13 @@ _MAX_KNOWN = 64  # per plan
 # is longer than this.
 _MAX_ELEMENTS = 1 << 12
 _SHORT = 2
+# Functions that choose a kernel, and with it the order, by the sizes.
+_BY_SIZE = frozenset(
+    (
+        torch.nn.functional.scaled_dot_product_attention,
+        torch.nn.functional.multi_head_attention_forward,
+    )
+)
 _Strides = tuple[int, ...]
 
 
@@ -57,7 +73,7 @@ class ResultStrides:
 
     ``src``: the specs of the operands."""
 
-    __slots__ = ("hidden", "known", "rows", "rows_give_rows")
+    __slots__ = ("hidden", "known", "notes", "rows", "rows_give_rows")
 
     def __init__(self, src: Sequence[Spec]) -> None:
         rank = world().rank
@@ -75,6 +91,8 @@ class ResultStrides:
         self.rows_give_rows: bool | None = None
         # strides of the operands on one device -> those of the results, or None if unknown
         self.known: dict[Any, list[_Strides] | None] = {}
+        # what determines the order on one device -> the notes of results that need no copy
+        self.notes: dict[Any, list[Note | None]] = {}
 
     def is_row_major(self, args: tuple[Any, ...]) -> bool:
         """Return True if all operands, and so the result, are row-major: the usual case.
@@ -105,6 +123,34 @@ class ResultStrides:
         outs: Sequence[GlobalTensor],
     ) -> None:
         """Give ``outs``, the new results of ``func(*args, **kwargs)``, their memory order."""
+        seen = None
+        if all(type(t) in ORDINARY for t in operands):
+            layouts = [
+                (t.__dict__.get("_strides"), t._local.stride(), t._memory is None)  # type: ignore[attr-defined]
+                for t in operands
+            ]
+            seen = (*layouts, *[o._local.stride() for o in outs])
+            notes = self.notes.get(seen)
+            if notes is not None:
+                for out, note in zip(outs, notes, strict=True):
+                    if note is not None:
+                        note_strides(out, note)
+                return
+        before = [o._local for o in outs]
+        self._arrange(func, args, kwargs, operands, outs)
+        if seen is not None and all(o._local is t for o, t in zip(outs, before, strict=True)):
+            if len(self.notes) >= _MAX_KNOWN:
+                self.notes.clear()
+            self.notes[seen] = [note_of(o) for o in outs]
+
+    def _arrange(
+        self,
+        func: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        operands: Sequence[torch.Tensor],
+        outs: Sequence[GlobalTensor],
+    ) -> None:
         if any(type(t) not in ORDINARY and t.layout is not torch.strided for t in operands):
             return  # it has no strides
         rows = [by_rows(t.shape) for t in operands]
@@ -149,6 +195,8 @@ def _strides_on_one_device(
     The kernels of meta and fake tensors have an order of their own, so the call is run on zeros. If
     the operands are large, a run with short dims shows the order, where the arguments allow it."""
     large = sum(t.numel() for t in operands) > _MAX_ELEMENTS
+    if large and func in _BY_SIZE:
+        return None
     with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         generator = torch.default_generator.get_state()
