@@ -156,7 +156,7 @@ def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
         ):
             laid = torch.empty_strided(local.shape, order, dtype=local.dtype, device=local.device)
             x._local = laid.copy_(local)
-    if not same:
+    if hidden and not same:
         note_strides(x, Note(strides, True))
 
 
