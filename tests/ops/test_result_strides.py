@@ -131,7 +131,9 @@ def test_a_graph_copies_where_eager_does() -> None:
 
 
 def of_single_rows() -> list[list[Any]]:
-    """Return what one device gives, and global tensors, in one process: it may choose the kernel."""
+    """Return what one device gives, and then global tensors, in one process.
+
+    The process may choose the kernel of attention."""
     where = flow.placement.all("cpu")
     q, x = torch.ones(2, 8, 4, 16), torch.ones(2, 4, 8, 8)
     found = []
