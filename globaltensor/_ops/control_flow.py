@@ -1,8 +1,8 @@
 """Torch's functions of control flow, `cond` and `while_loop`, on global tensors.
 
-Torch compiles what they call. With global tensors it runs uncompiled (_tensor/compiler_guard.py),
-and reaches these handlers: the condition is read, as ``bool(x)`` reads it, on every rank. The
-package imports this module.
+Torch compiles the functions that a program passes to them. On global tensors these functions run
+uncompiled (_tensor/compiler_guard.py), by the handlers here. Every rank reads the condition, as in
+``bool(x)``. The package imports this module.
 """
 
 from __future__ import annotations

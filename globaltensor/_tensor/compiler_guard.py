@@ -132,7 +132,9 @@ def _warn_uncompiled(whole: bool) -> None:
 
 
 def _operands_of_control_flow() -> list[Any] | None:
-    """Return the variables of torch's function of control flow that compiles a call, or None."""
+    """Return the variables of torch's function of control flow that compiles a call.
+
+    Return None if none of these functions compiles it."""
     frame, found = caller_frame(), None
     while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_filename.startswith(_CONTROL_FLOW):

@@ -6,8 +6,8 @@ Local tensors agree where none is empty, and none has size 1 in a dim where othe
 the local tensor answers. Elsewhere (`differ`) a local tensor may be contiguous, or may be viewed in
 another shape, only because a dim of it has size 1. There the answer follows from what all ranks
 know. A view notes the strides that one device would have: the function itself is run on a meta
-tensor with the strides of its base. So does a call whose local results may have another order than
-on one device (_ops/result_strides.py). Any other tensor counts as row-major.
+tensor with the strides of its base. A call notes them too, if its local results may have another
+order than on one device (_ops/result_strides.py). Any other tensor counts as row-major.
 
 Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these
 strides, on every rank or on none (`StridedViewPlan` in _ops/call_plan.py). A note is exact if the
@@ -61,7 +61,9 @@ __all__ = [
 
 
 class Note(NamedTuple):
-    """The strides that one device would have. ``exact``: the local tensors have these strides."""
+    """The strides that one device would have.
+
+    ``exact``: the local tensors have these strides, but for dims of size 1."""
 
     strides: tuple[int, ...]
     exact: bool

@@ -100,8 +100,9 @@ _SHOWN: Final = 160  # characters of an operation that an error shows
 # So many numbers of an operation are saved for reports, and none if it has more: a number that is
 # new in each step is not worth the time.
 _NUMBERS_OF_ONE: Final = 8
-# The end of the text of an operation whose numbers are not saved, and the text of operations that
-# are not saved any more. Of these no report may say that a rank has not run them.
+# The end of the text of an operation of which not all numbers are saved (alone: of any operation),
+# and the text of operations that are not saved any more. Of these no report may say that a rank has
+# not run them.
 _MORE: Final = " with ..."
 _OLDER: Final = "..."
 
@@ -233,12 +234,15 @@ class History:
         ``operation``: the digest of the operation's text."""
         if not self.records or digest in self.numbers or operation not in self.operations:
             return
+        if len(self.numbers) >= _MAX_NUMBERS:
+            self.numbers[b""] = RecordedOperation(_MORE)  # of any operation
+            return
         count = self.number_counts[operation] = self.number_counts.get(operation, 0) + 1
         text = self.operations[operation].text
-        if count <= _NUMBERS_OF_ONE and len(self.numbers) < _MAX_NUMBERS:
+        if count <= _NUMBERS_OF_ONE:
             text = f"{text} with {_number_text(number)}"
             self.numbers[digest] = RecordedOperation(text, *_place_of_user())
-        elif count <= _NUMBERS_OF_ONE + 1:
+        else:
             self.numbers[digest_of(text + _MORE)] = RecordedOperation(text + _MORE)
 
     def code_of(self, what: str, spec: Any) -> bytes:
@@ -584,7 +588,7 @@ def _run_here_alone(
             after |= text != _OLDER
             continue
         operation, number, _ = text.rpartition(" with ")
-        unknown = number and f"{operation}{_MORE}" in texts | peer_texts
+        unknown = number and not (texts | peer_texts).isdisjoint((_MORE, f"{operation}{_MORE}"))
         if after and not unknown and text != _OLDER:
             return text, line
     return None

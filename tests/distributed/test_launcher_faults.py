@@ -438,6 +438,11 @@ def test_a_terminal_stays_one(folder: Path) -> None:
             ["--nproc_per_node", "many", __file__],
             "--nproc_per_node many: must be a number, auto, cpu or gpu",
         ),
+        pytest.param(
+            ["--nproc_per_node", "gpu", __file__],
+            "--nproc_per_node gpu: PyTorch finds no GPU on this machine",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         (
             ["--rdzv_backend", "nowhere", "--rdzv_endpoint", "localhost:1", __file__],
             "The rendezvous backend 'nowhere' is not registered",

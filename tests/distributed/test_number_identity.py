@@ -16,6 +16,7 @@ from support.pool import run_on
 from torch import nn
 
 import globaltensor as flow
+from globaltensor.distributed.divergence import History, digest_of
 
 
 def seeded() -> torch.Generator:
@@ -131,3 +132,13 @@ def equal_numbers_of_other_types() -> float:
 
 def test_equal_numbers_and_another_order_of_names_do_not_diverge() -> None:
     assert run_on(2, equal_numbers_of_other_types) == [144.0] * 2
+
+
+def test_numbers_saved_for_reports_are_bounded() -> None:
+    history = History((0, 1))
+    for i in range(1000):
+        operation = history.learn(f"mul(f32[{i}] B, float)")
+        for number in range(20):
+            history.learn_number(digest_of(f"{i} {number}"), operation, number)
+    assert len(history.numbers) < 600
+    assert len(history.number_counts) < 600

@@ -317,6 +317,12 @@ def _processes(text: str) -> int:
     try:
         return int(determine_local_world_size(text))
     except ValueError as error:
+        if text == "gpu":
+            raise WorldError(
+                "--nproc_per_node gpu: PyTorch finds no GPU on this machine. Give a number for "
+                "processes on CPUs. With a GPU, check the build of PyTorch and the driver: "
+                "globaltensor doctor"
+            ) from error
         raise WorldError(
             f"--nproc_per_node {text}: must be a number, auto, cpu or gpu ({error})"
         ) from error

@@ -94,7 +94,7 @@ class Library:
         patch("sys:excepthook", watching)
 
     def interrupt(self) -> None:
-        """End what the main thread waits for, with an error: the ranks wait for each other."""
+        """End the wait of the main thread with an error: the ranks wait for each other."""
         self._interrupted = time.perf_counter()
 
     def interrupts(self, began: float) -> bool:
