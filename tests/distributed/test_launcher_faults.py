@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+import torch
 from support.launched import Launched, alive, end, nobody_left, within, write_script
 from support.mpi import needs_mpi
 from support.warm_python import warm_python
