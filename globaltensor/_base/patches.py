@@ -159,6 +159,11 @@ TABLE: tuple[Patch, ...] = (
     ),
     Patch("torch._higher_order_ops:associative_scan", "torch 2.11", "its name in the package"),
     Patch(
+        "torch._higher_order_ops.cond:CondOp.__call__",
+        "torch 2.11",
+        "refuses operands in dicts and lists before it asks for overrides",
+    ),
+    Patch(
         "torch.nn.attention.flex_attention:flex_attention",
         "torch 2.11",
         "checks no override; runs by this library's rule on global tensors",

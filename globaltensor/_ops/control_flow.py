@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._base import torch_private
+from .._tensor.global_tensor import GlobalTensor
 from .dispatch import register_handlers
 
 __all__: list[str] = []
@@ -28,22 +29,34 @@ def _choose(
     return true_fn(*operands) if pred else false_fn(*operands)
 
 
+def _cond_of_nested(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    values, _ = torch_private.tree_flatten((args, kwargs))
+    if any(isinstance(v, GlobalTensor) for v in values):
+        return _choose(*args, **kwargs)
+    return original(*args, **kwargs)
+
+
 def _while_loop(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     condition, body, first, others = args
-    carried = first
+    carried, results = first, None
     while condition(*carried, *others):
-        carried = body(*carried, *others)
-        if not isinstance(carried, (tuple, list)) or len(carried) != len(first):
+        results = body(*carried, *others)
+        carried, shape = torch_private.tree_flatten(results)
+        if not isinstance(results, (tuple, list)) or len(carried) != len(first):
             raise RuntimeError(
-                f"while_loop: the body must return as many values as it takes ({len(first)}), in a "
-                f"tuple, got {type(carried).__name__}"
+                f"while_loop: the body must return a tuple of as many values as it takes "
+                f"({len(first)}), got a {type(results).__name__} of {len(carried)}"
             )
-    return tuple(
+    copied = [
         x.clone() if isinstance(x, torch.Tensor) and any(x is f for f in first) else x
         for x in carried
-    )
+    ]
+    if results is None:
+        return torch_private.nest_carried(body, copied)
+    return tuple(torch_private.tree_unflatten(copied, shape))
 
 
 register_handlers(
     {torch_private.COND: _cond, torch_private.WHILE_LOOP: _while_loop}, "control flow"
 )
+torch_private.wrap_cond(_cond_of_nested)

@@ -184,7 +184,7 @@ class RankGuard(TorchFunctionMode):
     def _exchange_reports(self, comm: Communicator, own_report: dict[str, Any]) -> list[Any]:
         if not isinstance(self._world, ProcessWorld):
             return comm.all_gather_unchecked(own_report)
-        self._post_position(own_report)
+        self.post_position(_position_text(own_report))
         ranks = tuple(sorted(comm.ranks))
         sent = torch.frombuffer(bytearray(_message(own_report)), dtype=torch.uint8)
         got = [torch.empty_like(sent) for _ in ranks]
@@ -216,10 +216,10 @@ class RankGuard(TorchFunctionMode):
 
     # The position of each rank, for the ranks that wait for it.
 
-    def _post_position(self, own_report: dict[str, Any]) -> None:
-        torch_private.default_store().set(
-            f"{self._name}/{self._world.rank}", _position_text(own_report)
-        )
+    def post_position(self, position: str) -> None:
+        """Tell the other ranks how far this one has come within the block."""
+        if isinstance(self._world, ProcessWorld):
+            torch_private.default_store().set(f"{self._name}/{self._world.rank}", position)
 
     def _peer_position(self, rank: int) -> str:
         try:
@@ -227,7 +227,7 @@ class RankGuard(TorchFunctionMode):
             return (
                 f"was last {store.get(key).decode()}"
                 if store.check([key])
-                else "has reached no collective yet"
+                else "has not entered check_ranks(): every rank must enter the block"
             )
         except RuntimeError:
             return "cannot be reached"
@@ -379,6 +379,7 @@ def check_ranks() -> Iterator[None]:
         ),
         (this_world.pace, torch_private.recording.looks),
     )
+    pace.post_position("in the block, at no collective yet")
     this_world.pace, torch_private.recording.looks = pace, True
     try:
         with pace:

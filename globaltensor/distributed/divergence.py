@@ -415,7 +415,7 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
     if reading is not None and reading.line != elsewhere.line:
         what = (
             f"rank {reading.rank} reads the value of a global tensor here, while rank "
-            f"{elsewhere.rank} is at {elsewhere.place}"
+            f"{elsewhere.rank} is at {elsewhere.place}. Not all ranks run both"
         )
         return f"{_line_text(reading)}{what}. {READING_ADVICE}"
     lines = [

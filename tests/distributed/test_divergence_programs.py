@@ -613,3 +613,14 @@ def test_a_collective_of_flow_that_one_rank_is_in_alone_is_told_over_gloo(
     assert "IndexError" not in said
     assert "GLHF" not in said
     assert re.search(r"all_reduce +\(train.py:\d+: flow.distributed.all_reduce|did not join", said)
+
+
+def test_check_ranks_says_which_rank_has_not_entered_the_block(tmp_path: Path) -> None:
+    code, said = launched(
+        tmp_path,
+        f"{PROGRAM}if rank == 0:\n    with flow.check_ranks():\n        x.sum().item()\n"
+        "else:\n    x.sum().item()\n",
+        GLOBALTENSOR_TIMEOUT="4",
+    )
+    assert code == 1
+    assert "rank 1 has not entered check_ranks(): every rank must enter the block" in said, said

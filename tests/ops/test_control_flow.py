@@ -71,10 +71,43 @@ def loops() -> list[Any]:
     x: Any = torch.ones(2).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
     kept, count = while_loop(lambda t, n: t.sum() < 0, lambda t, n: (t, n), (x, 3))
     first, second = while_loop(lambda a, b: a.sum() < 3, lambda a, b: (b * 2, a), (x, x + 1))
-    with pytest.raises(RuntimeError, match="must return as many values as it takes"):
+    with pytest.raises(RuntimeError, match="must return a tuple of as many values"):
         while_loop(lambda t, n: t.sum() < 3, lambda t, n: t, (x, x))
     return [kept is x, count, first.tolist(), second is x, second.tolist()]
 
 
 def test_results_of_loops_are_new_tensors_and_numbers_pass() -> None:
     assert run_on(2, loops) == [[False, 3, [4.0, 4.0], False, [1.0, 1.0]]] * 2
+
+
+def with_nested_operands(x: Any) -> list[Any]:
+    from torch._higher_order_ops import while_loop
+
+    operands = ({"a": x, "b": [x * 2]},)
+    chosen = torch.cond(
+        x.sum() > 3, lambda d: d["a"] + d["b"][0], lambda d: d["a"] - d["b"][0], operands
+    )
+    rounds, grown = while_loop(
+        lambda i, d: i < 3,
+        lambda i, d: (i + 1, {"k": d["k"] * 2, "n": (d["n"][0] + 1,)}),
+        (torch.tensor(0), {"k": x, "n": (x - 1,)}),
+    )
+    _, same = while_loop(
+        lambda i, d: i < 0, lambda i, d: (i + 1, {"k": d["k"] * 2}), (torch.tensor(0), {"k": x})
+    )
+    return [chosen, rounds, grown["k"], grown["n"][0], same["k"]]
+
+
+def nested_on_ranks() -> list[Any]:
+    x: Any = values()[0].to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    x = x.to_global(sbp=S(0))
+    return [torch.as_tensor(t).tolist() for t in map(full, with_nested_operands(x))]
+
+
+def full(x: Any) -> Any:
+    return x.numpy() if isinstance(x, flow.GlobalTensor) else x
+
+
+def test_operands_and_carried_values_may_be_in_dicts_and_lists() -> None:
+    want = [t.tolist() for t in with_nested_operands(values()[0])]
+    assert run_on(2, nested_on_ranks) == [want] * 2

@@ -255,3 +255,18 @@ def of_a_grid() -> list[Any]:
 
 def test_parts_of_one_element_in_two_dims_show_no_order() -> None:
     assert run_on(4, of_a_grid) == [[300.0, False]] * 4
+
+
+def kronecker_products() -> list[Any]:
+    h: Any = torch.arange(9.0).view(3, 3).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    ones, found = torch.ones(2, 2), []
+    for dim in (0, 1):
+        t = h.to_global(sbp=S(dim)).t()  # the part of rank 1 has size 1
+        found += [torch.kron(t, ones).tolist(), torch.kron(ones, t).tolist()]
+    return found
+
+
+def test_a_kernel_that_refuses_some_orders_is_run_alike_on_parts_of_size_1() -> None:
+    t, ones = torch.arange(9.0).view(3, 3).t().contiguous(), torch.ones(2, 2)
+    want = [torch.kron(t, ones).tolist(), torch.kron(ones, t).tolist()] * 2
+    assert run_on(2, kronecker_products) == [want] * 2

@@ -60,6 +60,10 @@ from .modules import (
 from .operators import (
     COND as COND,
     WHILE_LOOP as WHILE_LOOP,
+    nest_carried as nest_carried,
+    tree_flatten as tree_flatten,
+    tree_unflatten as tree_unflatten,
+    wrap_cond as wrap_cond,
     admits_nesting as admits_nesting,
     all_overloads as all_overloads,
     at_least as at_least,

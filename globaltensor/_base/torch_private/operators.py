@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from collections.abc import Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from ..patches import patch
 
@@ -38,6 +40,7 @@ __all__ = [
     "meshgrid_of_list",
     "name_of_kernel",
     "names_in_schema_order",
+    "nest_carried",
     "nested_constructors",
     "pack_padded",
     "pad_packed",
@@ -46,12 +49,15 @@ __all__ = [
     "spellings_of_operator",
     "stft",
     "take_along_wraps",
+    "tree_flatten",
+    "tree_unflatten",
     "twin_of_kernel",
     "unscale_gradients",
     "viewed_arguments",
     "vmap_functions",
     "weight_norm",
     "wrap_associative_scan",
+    "wrap_cond",
     "wrap_flex_attention",
     "written_arguments",
 ]
@@ -426,6 +432,33 @@ def list_functions() -> dict[Any, dict[str, bool]]:
 
 #: What `torch.cond` and torch's `while_loop` call, after they have compiled it.
 COND, WHILE_LOOP = torch.ops.higher_order.cond, torch.ops.higher_order.while_loop
+
+
+def wrap_cond(around: Any) -> None:
+    """Call ``around(cond, pred, true_fn, false_fn, operands)`` in place of `COND`.
+
+    `COND` refuses operands in dicts and lists, before it asks for overrides. Code that torch
+    compiles never has them there.
+    """
+
+    def around_it(original: Any) -> Any:
+        def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return around(functools.partial(original, self), *args, **kwargs)
+
+        return __call__
+
+    patch("torch._higher_order_ops.cond:CondOp.__call__", around_it)
+
+
+def nest_carried(body: Any, flat: Sequence[Any]) -> Any:
+    """Return the ``flat`` values that `WHILE_LOOP` carries in the pytree that the user passed.
+
+    ``body`` is torch's own function around the user's, which knows this pytree.
+    """
+    variables = inspect.getclosurevars(body).nonlocals
+    if "in_spec" not in variables:
+        return tuple(flat)
+    return tree_unflatten(flat, variables["in_spec"])[0]
 
 
 def wrap_associative_scan(around: Any) -> None:

@@ -216,6 +216,12 @@ def _kron(op: OpDescription, input: Arg, other: Arg) -> None:
     if 0 in other.shape:
         op.whole = set(range(n))
     op.linear = [frozenset([input.index]), frozenset([other.index])]
+    # The kernel refuses some transposed tensors, not all of those whose part has size 1.
+    op.local = lambda split: lambda a, b: torch.kron(_by_rows(a), _by_rows(b))
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    return x.flatten().view(x.shape)
 
 
 # ------------------------------------------------------------------------------------------- einsum
