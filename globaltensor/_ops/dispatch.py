@@ -268,7 +268,7 @@ def dispatch(
         wrapped._memory = memory
     else:
         wrapped._memory = None
-        if plan.order is not None and (kwargs or not plan.order.is_row_major(args)):
+        if plan.order is not None and not plan.order.is_row_major(args, kwargs):
             kwargs = kwargs or {}
             operands = tensors_in(kwargs, tensors_in(args, []))
             plan.order.arrange(func, args, kwargs, operands, [wrapped])

@@ -68,6 +68,7 @@ REFUSED, COPIED = (
 )
 
 _PLACEHOLDER = torch.empty(0)  # placeholder for a tensor
+_MAX_BASES = 64  # strides of bases, per plan
 
 
 _run_random: Callable[..., Any] | None = None
@@ -388,7 +389,7 @@ class StridedViewPlan(LocalPlan):
     The strides that the tensor would have on one device determine the result. The plan notes them
     (_tensor/strides.py)."""
 
-    __slots__ = ("copies", "decides", "known", "quick", "refuses", "rows")
+    __slots__ = ("bases", "copies", "decides", "known", "quick", "refuses", "rows", "tells")
 
     def __init__(
         self, name: str, src: Sequence[Spec], dst: Sequence[Spec], outs: Sequence[Spec | None]
@@ -411,26 +412,51 @@ class StridedViewPlan(LocalPlan):
             Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
         )
         self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
+        # True if a local tensor shows the order of the base; for the strides and sharing of the
+        # local tensor, the note of the base
+        self.tells = not differ(src[0].plain)
+        self.bases: dict[Any, Note] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         base = args[0] if args and self.quick else None
-        if type(base) not in ORDINARY or not self.single or self.picks:
+        if type(base) not in ORDINARY or self.picks:
             return self._run_general(func, args, kwargs)
         laid = base.__dict__.get("_strides")
         if laid is None:
             if self.rows is not None and base._memory is None and base._local.is_contiguous():
                 laid = base.__dict__["_strides"] = self.rows
             else:
-                laid = base_note(base, self.decides)
-        result_notes = self.known.get(laid)
-        if result_notes is None or (self.decides and not laid.exact):
+                laid = self._base_note(base)
+        if laid not in self.known or (self.decides and not laid.exact):
             return self._run_general(func, args, kwargs)
-        out = GlobalTensor.wrap(
-            (self.function or func)(base._local, *args[1:], **kwargs), self.outs[0]
-        )  # type: ignore[arg-type]
-        link_alias(base, out)
-        out.__dict__["_strides"] = result_notes[0]
-        return out
+        result_notes, function = self.known[laid], self.function or func
+        if result_notes is None:
+            copy = base._local.clone(memory_format=torch.contiguous_format)
+            return GlobalTensor.wrap(function(copy, *args[1:], **kwargs), self.outs[0])  # type: ignore[arg-type]
+        found = function(base._local, *args[1:], **kwargs)
+        if self.single:
+            out = GlobalTensor.wrap(found, self.outs[0])  # type: ignore[arg-type]
+            link_alias(base, out)
+            out.__dict__["_strides"] = result_notes[0]
+            return out
+        outs = []
+        for local, spec, note in zip(found, self.outs, result_notes, strict=True):
+            outs.append(GlobalTensor.wrap(local, spec))  # type: ignore[arg-type]
+            link_alias(base, outs[-1])
+            outs[-1].__dict__["_strides"] = note
+        return type(self.structure)(outs)
+
+    def _base_note(self, base: GlobalTensor) -> Note:
+        """Return `base_note` of an ordinary base without a note."""
+        if not self.tells or "_origin" in base.__dict__:
+            return base_note(base, self.decides)
+        shown = base._local.stride(), base._memory is None
+        laid = self.bases.get(shown)
+        if laid is None:
+            if len(self.bases) >= _MAX_BASES:
+                self.bases.clear()
+            laid = self.bases[shown] = base_note(base, self.decides)
+        return laid
 
     def _run_general(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the call on the general path.

@@ -30,7 +30,6 @@ from .._tensor.strides import (
     device_strides,
     has_hidden_gaps,
     note_of,
-    note_strides,
 )
 from ..distributed.world import world
 from ..sharding.spec import Spec
@@ -94,16 +93,16 @@ class ResultStrides:
         # what determines the order on one device -> the notes of results that need no copy
         self.notes: dict[Any, list[Note | None]] = {}
 
-    def is_row_major(self, args: tuple[Any, ...]) -> bool:
+    def is_row_major(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
         """Return True if all operands, and so the result, are row-major: the usual case.
 
-        ``args``: the arguments of a call, where each ordinary tensor stands by itself. Only a view
-        of another tensor, or a tensor with a note, has an order that its local tensor may not show.
+        In the arguments of the call each ordinary tensor stands by itself. Only a view of another
+        tensor, or a tensor with a note, has an order that its local tensor may not show.
         """
         if not self.rows_give_rows:
             return False
         i = 0
-        for a in args:
+        for a in (*args, *kwargs.values()) if kwargs else args:
             if type(a) in ORDINARY:
                 hidden = self.hidden[i]
                 if hidden is not None and (
@@ -123,18 +122,18 @@ class ResultStrides:
         outs: Sequence[GlobalTensor],
     ) -> None:
         """Give ``outs``, the new results of ``func(*args, **kwargs)``, their memory order."""
-        seen = None
-        if all(type(t) in ORDINARY for t in operands):
-            layouts = [
-                (t.__dict__.get("_strides"), t._local.stride(), t._memory is None)  # type: ignore[attr-defined]
-                for t in operands
-            ]
+        layouts, seen = [], None
+        for t in operands:
+            if type(t) not in ORDINARY:
+                break
+            layouts += t.__dict__.get("_strides"), t._local.stride(), t._memory is None  # type: ignore[attr-defined]
+        else:
             seen = (*layouts, *[o._local.stride() for o in outs])
             notes = self.notes.get(seen)
             if notes is not None:
                 for out, note in zip(outs, notes, strict=True):
                     if note is not None:
-                        note_strides(out, note)
+                        out.__dict__["_strides"] = note
                 return
         before = [o._local for o in outs]
         self._arrange(func, args, kwargs, operands, outs)

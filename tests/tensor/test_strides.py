@@ -4,6 +4,7 @@ tensor has size 1 in a dim or is empty."""
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -533,3 +534,40 @@ def test_a_gradient_has_the_strides_of_its_leaf() -> None:
     want = gradient_strides(lambda: torch.arange(9.0).view(3, 3))
     for found in run_on(2, gradient_strides_on_ranks):
         assert found == [want] * 4
+
+
+SEVERAL: dict[str, Any] = {
+    "chunk": lambda t: t.chunk(2, -1),
+    "unbind": lambda t: t.unbind(-1),
+    "split": lambda t: t.split(1, 0),
+    "tensor_split": lambda t: t.tensor_split(2, 1),
+    "hsplit": lambda t: t.hsplit([1]),
+    "flatten": lambda t: (t.flatten(),),
+}
+
+
+def views_of_parts_of_size_1() -> list[str]:
+    wrong = []
+    everywhere = flow.placement.all("cpu")
+    for dim, shape, turned in itertools.product((0, 1), ((2, 6), (4, 3), (3, 2)), (False, True)):
+        for name, call in SEVERAL.items():
+            for again in range(3):  # later calls take a shorter path
+                x = torch.arange(float(math.prod(shape))).view(shape)
+                g: Any = x.to_global(everywhere, B).to_global(sbp=S(dim))  # type: ignore[attr-defined]
+                if turned:
+                    x, g = x.T, g.T
+                want, found = call(x), call(g)
+                strides = [t.stride() for t in want], [t.stride() for t in found]
+                want[0].mul_(3)
+                found[0].mul_(3)
+                same = all(
+                    torch.equal(a, b.to_global(sbp=B).to_local())
+                    for a, b in zip((x, *want), (g, *found), strict=True)
+                )
+                if type(want) is not type(found) or not same:
+                    wrong.append(f"{name} of {shape} {dim} {turned} {again}: {strides}")
+    return wrong
+
+
+def test_views_of_parts_of_size_1_write_into_their_base_as_on_one_device() -> None:
+    assert run_on(2, views_of_parts_of_size_1) == [[], []]
