@@ -51,6 +51,7 @@ __all__ = [
     "note_of",
     "note_order",
     "note_strides",
+    "noted_order",
     "part_tells",
     "results",
     "stride",
@@ -112,6 +113,12 @@ def note_strides(x: GlobalTensor, strides: Note) -> None:
 
 def note_of(x: GlobalTensor) -> Note | None:
     return x.__dict__.get("_strides")
+
+
+def noted_order(x: GlobalTensor) -> tuple[int, ...] | None:
+    """Return the strides that ``x`` notes, or None if they are row-major."""
+    found = note_of(x)
+    return None if found is None or found.strides == by_rows(x.shape) else found.strides
 
 
 def copy_noted_strides(source: GlobalTensor, other: GlobalTensor) -> None:

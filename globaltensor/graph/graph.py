@@ -29,6 +29,7 @@ from .._tensor.gradients import flat_buffers
 from .._tensor.gradients.reducer import reducer
 from .._tensor.pending_tensor import local_of
 from .._tensor.plain_operands import check_replicated
+from .._tensor.strides import note_strides, noted_order
 from ..distributed.divergence import digest_of
 from ..distributed.world import world
 from ..errors import GraphError, noted
@@ -755,12 +756,14 @@ def _autocast_now() -> tuple[Any, ...]:
 def _shape_of(value: Any) -> Any:
     """Return the properties of a pytree of inputs that a program depends on.
 
-    For each tensor these are its spec, or its shape, dtype and device, and its `requires_grad`."""
+    For each tensor these are its spec, or its shape, dtype and device, its `requires_grad`, and the
+    memory order that it notes."""
     return skeleton(
         value,
         lambda t: (
-            t._spec if isinstance(t, GlobalTensor) else (tuple(t.shape), t.dtype, t.device),
-            t.requires_grad,
+            (t._spec, t.requires_grad, noted_order(t))
+            if isinstance(t, GlobalTensor)
+            else ((tuple(t.shape), t.dtype, t.device), t.requires_grad)
         ),
     )
 
@@ -780,6 +783,8 @@ def _fill_outputs(structure: Any, tensors: Iterator[torch.Tensor]) -> Any:
             history = this_world.history((result.spec.shown.placement,))
             out = GlobalTensor.wrap(out, result.spec)
             out._serial = hash((history.serial, i))
+            if result.note is not None:
+                note_strides(out, result.note)
         outs.append(out)
     return replaced_in_objects(structure, iter(outs), Result)
 

@@ -7,6 +7,7 @@ their result shows which of the two they did.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +271,42 @@ def test_a_kernel_that_refuses_some_orders_is_run_alike_on_parts_of_size_1() -> 
     t, ones = torch.arange(9.0).view(3, 3).t().contiguous(), torch.ones(2, 2)
     want = [torch.kron(t, ones).tolist(), torch.kron(ones, t).tolist()] * 2
     assert run_on(2, kronecker_products) == [want] * 2
+
+
+TURNED: dict[str, Any] = {
+    "view": lambda x: x.T,
+    "elementwise": lambda x: x.T + 1,
+    "softmax": lambda x: x.T.softmax(0),
+    "product": lambda x: (x @ x.T).T,
+    "with a sum": lambda x: x.T + x.sum(),
+    "row-major": lambda x: x * 2,
+}
+
+
+class Turned(flow.nn.Graph):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.call = TURNED[name]
+
+    def build(self, x: Any) -> Any:
+        return self.call(x)
+
+
+def outputs_of_graphs() -> list[str]:
+    wrong = []
+    for name, shape, sbp in itertools.product(TURNED, ((4, 3), (2, 2)), (B, S(0), S(1))):
+        graph, plain = Turned(name), torch.arange(float(math.prod(shape))).view(shape)
+        g: Any = plain.to_global(flow.placement.all("cpu"), B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+        for x, given in ((plain, g), (plain, g), (plain.T, g.T)):
+            want, found = TURNED[name](x), graph(given)
+            order = (want.stride(), want.is_contiguous()) == (found.stride(), found.is_contiguous())
+            want, found = want.clone(), found * 1
+            want.contiguous().zero_()
+            found.contiguous().zero_()
+            if not order or not torch.equal(want, found.to_global(sbp=B).to_local()):
+                wrong.append(f"{name} {shape} {sbp} {want.stride()} {found.stride()}")
+    return wrong
+
+
+def test_outputs_of_graphs_have_the_memory_order_of_one_device() -> None:
+    assert run_on(2, outputs_of_graphs) == [[], []]

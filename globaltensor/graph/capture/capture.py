@@ -20,6 +20,13 @@ from ..._ops.dispatch import fresh_plans
 from ..._tensor.global_tensor import ORDINARY, GlobalTensor
 from ..._tensor.gradients.reducer import reducer
 from ..._tensor.pending_tensor import local_of, materialize_all
+from ..._tensor.strides import (
+    Note,
+    by_rows,
+    copy_noted_strides,
+    device_strides,
+    has_hidden_gaps,
+)
 from ..._tensor.view_tracking import RemoteView
 from ...distributed.world import set_world, world
 from ...errors import GraphError
@@ -38,10 +45,13 @@ __all__ = ["CaptureResult", "Result", "capture"]
 
 @dataclass
 class Result:
-    """A tensor that build() returned: its spec (None: a plain tensor), whether it has no dims."""
+    """A tensor that build() returned: its spec (None: a plain tensor), whether it has no dims.
+
+    ``note``: the strides of one device, if the local tensors do not show them."""
 
     spec: Spec | None
     scalar: bool
+    note: Note | None
 
 
 @dataclass
@@ -119,7 +129,10 @@ def capture(
             raise GraphError(_data_dependent_message(error)) from None
         outs = object_tensors(out, [])
         results = [
-            Result(t._spec if isinstance(t, GlobalTensor) else None, not t.dim()) for t in outs
+            Result(t._spec, not t.dim(), _hidden_order(t))
+            if isinstance(t, GlobalTensor)
+            else Result(None, not t.dim(), None)
+            for t in outs
         ]
         for node in local.graph.nodes:
             if node.target is backward:
@@ -211,7 +224,21 @@ def _fake_input(t: torch.Tensor, fake: Any, imagined: bool) -> torch.Tensor:
             ).requires_grad_(t.requires_grad)
     else:
         stand_in = fake.from_tensor(real).requires_grad_(t.requires_grad)
-    return GlobalTensor.wrap(stand_in, t._spec) if isinstance(t, GlobalTensor) else stand_in  # type: ignore[no-any-return]
+    if not isinstance(t, GlobalTensor):
+        return stand_in  # type: ignore[no-any-return]
+    given = GlobalTensor.wrap(stand_in, t._spec)
+    copy_noted_strides(t, given)
+    return given
+
+
+def _hidden_order(t: GlobalTensor) -> Note | None:
+    """Return the strides of one device, if they are not row-major and local tensors may hide them.
+
+    The strides of a program's local results may differ from those of the run that recorded it."""
+    if not has_hidden_gaps(t._spec.plain):
+        return None
+    strides = device_strides(t)
+    return None if strides == by_rows(t.shape) else Note(strides, False)
 
 
 def _data_dependent_message(error: BaseException) -> str:
