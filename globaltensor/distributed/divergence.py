@@ -66,7 +66,7 @@ READING: Final = "reading a value"
 READING_ADVICE: Final = (
     "Printing, item() and numpy() of a global tensor are collective: call them on every rank, or "
     "box to broadcast first (x.to_global(sbp=flow.sbp.broadcast) on every "
-    "rank): if it is on all ranks, each of them may read that alone"
+    "rank): one rank may read a tensor that is broadcast on all"
 )
 #: The first word of the text that describes a plain tensor, if it is a parameter.
 PARAMETER: Final = "parameter"
