@@ -186,6 +186,7 @@ in_graphs = given(
 @pytest.mark.long
 @in_graphs
 @example(program=[("view", 0, "chunk"), ("write", 0, "add"), ("read", 1, "")], sbp=S(0))
+@example(program=[("view", 0, "chunk"), ("view", 0, "number")], sbp=S(1))
 @settings(max_examples=20)
 def test_a_program_in_a_graph(program: list[tuple[str, int, str]], sbp: Any) -> None:
     check_in_a_graph(program, sbp)

@@ -26,6 +26,7 @@ from ..._tensor.strides import (
     copy_noted_strides,
     device_strides,
     has_hidden_gaps,
+    note_of,
 )
 from ..._tensor.view_tracking import RemoteView
 from ...distributed.world import set_world, world
@@ -235,7 +236,7 @@ def _hidden_order(t: GlobalTensor) -> Note | None:
     """Return the strides of one device, if they are not row-major and local tensors may hide them.
 
     The strides of a program's local results may differ from those of the run that recorded it."""
-    if not has_hidden_gaps(t._spec.plain):
+    if not has_hidden_gaps(t._spec.plain) or (isinstance(t, RemoteView) and note_of(t) is None):
         return None
     strides = device_strides(t)
     return None if strides == by_rows(t.shape) else Note(strides, False)
