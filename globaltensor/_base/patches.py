@@ -164,6 +164,11 @@ TABLE: tuple[Patch, ...] = (
         "refuses operands in dicts and lists before it asks for overrides",
     ),
     Patch(
+        "torch.distributions.von_mises:_rejection_sample",
+        "torch 2.11",
+        "begins with memory that torch has not written, which differs between ranks",
+    ),
+    Patch(
         "torch.nn.attention.flex_attention:flex_attention",
         "torch 2.11",
         "checks no override; runs by this library's rule on global tensors",

@@ -640,3 +640,19 @@ def _normal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 register_handlers({getattr(Tensor, name): _fill_in_place for name in FILLS}, "random")
 register_handlers({torch.normal: _normal}, "random")
 local_plan.register_random(run)
+
+
+def _sample_von_mises(
+    sampler: Callable[..., Tensor],
+    loc: Tensor,
+    concentration: Tensor,
+    proposal: Tensor,
+    start: Tensor,
+) -> Tensor:
+    """Start the sampler with zeros, which all ranks have alike, if a parameter is global."""
+    if isinstance(loc, GlobalTensor) or isinstance(concentration, GlobalTensor):
+        start = torch.zeros_like(start)
+    return sampler(loc, concentration, proposal, start)
+
+
+torch_private.wrap_von_mises(_sample_von_mises)

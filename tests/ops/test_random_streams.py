@@ -564,3 +564,22 @@ def seed_agreed_without_device() -> bool:
 
 def test_a_rank_without_the_device_agrees_on_the_seed() -> None:
     assert run_on(2, seed_agreed_without_device) == [True, True]
+
+
+def von_mises() -> list[Any]:
+    where, found = flow.placement.all("cpu"), []
+    loc, concentration = torch.zeros(5), torch.arange(1.0, 6)
+    for sbp in (flow.sbp.broadcast, flow.sbp.split(0)):
+        given = [
+            t.to_global(where, flow.sbp.broadcast).to_global(sbp=sbp)  # type: ignore[attr-defined]
+            for t in (loc, concentration)
+        ]
+        torch.manual_seed(3)
+        found.append(torch.distributions.VonMises(*given).sample(torch.Size((3,))).tolist())
+    return found
+
+
+def test_a_sampler_that_begins_with_unwritten_memory_gives_the_numbers_of_one_device() -> None:
+    torch.manual_seed(3)
+    want = torch.distributions.VonMises(torch.zeros(5), torch.arange(1.0, 6)).sample((3,)).tolist()
+    assert run_on(2, von_mises) == [[want, want]] * 2

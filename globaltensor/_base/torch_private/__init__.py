@@ -64,6 +64,7 @@ from .operators import (
     tree_flatten as tree_flatten,
     tree_unflatten as tree_unflatten,
     wrap_cond as wrap_cond,
+    wrap_von_mises as wrap_von_mises,
     admits_nesting as admits_nesting,
     all_overloads as all_overloads,
     at_least as at_least,

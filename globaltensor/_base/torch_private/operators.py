@@ -59,6 +59,7 @@ __all__ = [
     "wrap_associative_scan",
     "wrap_cond",
     "wrap_flex_attention",
+    "wrap_von_mises",
     "written_arguments",
 ]
 
@@ -477,6 +478,17 @@ def wrap_associative_scan(around: Any) -> None:
     patch(
         "torch._higher_order_ops:associative_scan",
         lambda before: importlib.import_module(home).associative_scan,
+    )
+
+
+def wrap_von_mises(around: Any) -> None:
+    """Call ``around(sampler, loc, concentration, proposal, start)`` for a von Mises distribution.
+
+    torch's sampler begins with memory that it has not written, and replaces all of it.
+    """
+    patch(
+        "torch.distributions.von_mises:_rejection_sample",
+        lambda original: functools.partial(around, original),
     )
 
 
