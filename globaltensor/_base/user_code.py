@@ -5,11 +5,14 @@ Error messages, logs and the tracebacks call these functions.
 
 from __future__ import annotations
 
+import contextlib
 import linecache
 import os
 import sys
 import sysconfig
+import threading
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -24,6 +27,7 @@ __all__ = [
     "user_frame",
     "user_line",
     "warn_user",
+    "without_warnings",
 ]
 
 #: The folder of this package.
@@ -119,6 +123,7 @@ def line_text(file: str, line: int) -> str:
 
 #: The warnings that were shown: text, category, file and line.
 _shown_warnings: set[tuple[str, type[Warning], str, int]] = set()
+_quiet = threading.RLock()
 _MAX_SHOWN_WARNINGS = 4096
 
 
@@ -139,6 +144,18 @@ def _filter_action(message: str, category: type[Warning], module: str, line: int
         ):
             return action
     return "default"
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Ignore all warnings inside the block, which must not wait for other ranks.
+
+    Python's filters are those of the process. Ranks that are threads enter one after the other, or
+    the last one to leave would put back the filters that it had found: those of another block.
+    """
+    with _quiet, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def warn_user(message: str, category: type[Warning] = UserWarning) -> None:

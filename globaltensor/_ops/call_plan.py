@@ -6,7 +6,6 @@ with a rule are in `local_plan`. Plans that run on full tensors are in `replicat
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ from .._base import torch_private
 from .._base.python_bodies import recover_dropped_args
 from .._base.pytree import replaced, tensors_in
 from .._base.tracebacks import mark_torch_error
+from .._base.user_code import without_warnings
 from .._tensor.global_tensor import GlobalTensor
 from ..distributed.divergence import History, digest_of
 from ..errors import GlobalTensorError
@@ -115,14 +115,13 @@ def as_on_one_device(
     ):
         return None
     try:
-        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
+        with torch_private.outside_all_modes(), torch.no_grad(), without_warnings():
             these = iter(
                 [
                     _full_or_zeros(t, part)
                     for t, part in zip(tensors, locals_ or tensors, strict=True)
                 ]
             )
-            warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as alone:
         mark_torch_error(alone)

@@ -26,7 +26,22 @@ def _cond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _choose(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]
 ) -> Any:
-    return true_fn(*operands) if pred else false_fn(*operands)
+    return _apart((true_fn if pred else false_fn)(*operands))
+
+
+def _apart(results: Any) -> Any:
+    """Return results of which none is, or shares memory with, an operand or another result.
+
+    On one device torch refuses results that do."""
+    leaves, shape = torch_private.tree_flatten(results)
+    seen: set[int] = set()
+    for i, x in enumerate(leaves):
+        if isinstance(x, torch.Tensor):
+            shares = x._memory is not None if isinstance(x, GlobalTensor) else x._is_view()
+            if shares or x.is_leaf or id(x) in seen:
+                leaves[i] = x.clone()
+            seen.add(id(x))
+    return torch_private.tree_unflatten(leaves, shape)
 
 
 def _cond_of_nested(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -41,19 +56,15 @@ def _while_loop(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     carried, results = first, None
     while condition(*carried, *others):
         results = body(*carried, *others)
-        carried, shape = torch_private.tree_flatten(results)
+        carried, _ = torch_private.tree_flatten(results)
         if not isinstance(results, (tuple, list)) or len(carried) != len(first):
             raise RuntimeError(
                 f"while_loop: the body must return a tuple of as many values as it takes "
                 f"({len(first)}), got a {type(results).__name__} of {len(carried)}"
             )
-    copied = [
-        x.clone() if isinstance(x, torch.Tensor) and any(x is f for f in first) else x
-        for x in carried
-    ]
     if results is None:
-        return torch_private.nest_carried(body, copied)
-    return tuple(torch_private.tree_unflatten(copied, shape))
+        results = torch_private.nest_carried(body, carried)
+    return _apart(tuple(results))
 
 
 register_handlers(

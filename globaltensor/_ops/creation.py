@@ -29,7 +29,7 @@ from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import record
 from .._tensor.pending_tensor import register_lazy_functions
 from .._tensor.plain_operands import check_replicated
-from .._tensor.strides import note_order, strides_like
+from .._tensor.strides import by_rows, format_strides, note_order, strides_like
 from .._tensor.view_tracking import finish_inplace
 from ..distributed.world import placeholder, world
 from ..errors import KernelError, PlacementError, SbpError
@@ -487,6 +487,8 @@ def _create_like(
         # Torch's own function on the local tensor preserves its strides, which optimizers want for
         # their state.
         strides = _strides_like(x, kwargs)
+        if placement.coordinate(world().rank) is None:
+            kwargs.pop("memory_format", None)  # the placeholder has other dims
         local = draws.zero_unless_owner(getattr(torch, name)(x._stored, *args, **kwargs), spec)
     elif base in FILL and (strides := _strides_like(x, kwargs)) is not None:
         local = draws.fill_in_order(
@@ -506,8 +508,11 @@ def _create_like(
 
 def _strides_like(x: Tensor, kwargs: dict[str, Any]) -> tuple[int, ...] | None:
     """Return the strides that torch gives a tensor like ``x``, or None for row-major."""
-    keeps = kwargs.get("memory_format", torch.preserve_format) is torch.preserve_format
-    return strides_like(x) if keeps and isinstance(x, GlobalTensor) else None
+    memory_format = kwargs.get("memory_format", torch.preserve_format)
+    if memory_format is torch.preserve_format:
+        return strides_like(x) if isinstance(x, GlobalTensor) else None
+    strides = format_strides(x.shape, memory_format)
+    return None if strides == by_rows(x.shape) else strides
 
 
 def _device_type_matches(device: Any, placement: Placement) -> bool:

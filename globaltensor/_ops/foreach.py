@@ -17,6 +17,7 @@ from .._base.pytree import tensors_in
 from .._tensor.global_tensor import GlobalTensor
 from .._tensor.history import identify_results, record_together
 from .._tensor.plain_operands import operand_spec, promote_plain_tensor
+from .._tensor.strides import copy_noted_order
 from .._tensor.view_tracking import finish_inplace, has_aliases, has_partial_alias
 from ..boxing import box
 from ..distributed.world import placeholder, world
@@ -114,6 +115,9 @@ def foreach(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 finish_inplace(t)
         return first
     out = _wrap_results(result, own_indices, specs)
+    for t, made in zip(first, out, strict=False):
+        if "_strides" in t.__dict__ and isinstance(made, GlobalTensor) and made.shape == t.shape:
+            copy_noted_order(t, made)
     identify_results([t for t in tensors_in(out, []) if isinstance(t, GlobalTensor)])
     return out
 

@@ -322,12 +322,16 @@ class ReshapePlan(LocalPlan):
                 these = iter([source])
                 return func(*replaced(given, these), **replaced(named, these))
 
+            if len(self.copies_by_strides) >= _MAX_BASES:
+                self.copies_by_strides.clear()
             self.copies_by_strides[strides] = results(base, strides, taken, copies=True) is None
         if self.copies_by_strides[strides]:
             if self.routes[0] is None and (local._is_view() or local.is_inference()):
                 local = local.clone(memory_format=torch.contiguous_format)
             return GlobalTensor.wrap(local, spec)
         if self.routes[0] is None and type(base) in ORDINARY and not self.outside:
+            if len(self.local_views) >= _MAX_BASES:
+                self.local_views.clear()
             self.local_views.add(_layout_key(base))
         return super()._view(local, spec, call, i)
 
@@ -494,6 +498,8 @@ class StridedViewPlan(LocalPlan):
         if laid not in self.known:
             exact = laid.exact and self.routes[0] is None and not self.picks
             strides = results(base, laid.strides, taken, copies=self.copies)
+            if len(self.known) >= _MAX_BASES:
+                self.known.clear()
             self.known[laid] = (
                 None if strides is None else [Note(found, exact) for found in strides]
             )

@@ -53,6 +53,7 @@ from .._tensor.strides import (
     copy_noted_strides,
     differ,
     forget_note,
+    format_strides,
     is_contiguous,
     local_strides_tell,
     note_strides,
@@ -439,12 +440,17 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
                 out = out.to_global(
                     placement=out._spec.placement.with_type(kind), sbp=out._spec.layout
                 )
-    # For a format that it is in already, torch returns the tensor itself. It counts as in the usual
-    # format if it is not in channels_last.
-    stays = out is self and not copy and order is torch.contiguous_format
-    if order not in (None, torch.preserve_format) and not (stays and not _channels_last(self)):
+    stays = out is self and not copy and _stays(self, order)
+    if order not in (None, torch.preserve_format) and not stays:
         out = out.contiguous(memory_format=order)
     return out.clone() if copy and out is self else out
+
+
+def _stays(x: GlobalTensor, order: Any) -> bool:
+    """Return True if torch casts ``x`` to the usual memory format by returning ``x`` itself.
+
+    A tensor that is not in channels_last counts as in the usual format."""
+    return order is torch.contiguous_format and not _channels_last(x)
 
 
 def _channels_last(x: GlobalTensor) -> bool:
@@ -455,11 +461,9 @@ def _channels_last(x: GlobalTensor) -> bool:
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
     def run(self: GlobalTensor, memory_format: Any = torch.preserve_format) -> GlobalTensor:
         out = _with_dtype(self, dtype)
-        return (
-            out
-            if memory_format is torch.preserve_format
-            else out.contiguous(memory_format=memory_format)
-        )
+        if memory_format is torch.preserve_format or (out is self and _stays(out, memory_format)):
+            return out
+        return out.contiguous(memory_format=memory_format)
 
     return run
 
@@ -502,6 +506,8 @@ def clone(self: GlobalTensor, *, memory_format: Any = torch.preserve_format) -> 
     )
     if memory_format is torch.preserve_format:
         copy_noted_order(self, out)
+    else:
+        arrange(out, format_strides(self.shape, memory_format))
     return identify_copy(out, self)
 
 

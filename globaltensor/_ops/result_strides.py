@@ -3,24 +3,27 @@
 Plans of calls use it. A local kernel gives its result the memory order of one device, except where
 an operand was boxed, where the local function communicates, or where a local tensor has size 1 in a
 split dim. There the function itself is run once on small tensors with the operands' strides on one
-device. The result is copied into the order that this run shows, or notes it (_tensor/strides.py).
+device. A result in another order than this run shows is copied into that order. If its local tensor
+would not show the order, its strides are noted (_tensor/strides.py).
 Otherwise ``y = x.T + 1; y.contiguous().zero_()`` would write into ``y``.
 
 All ranks take the same decisions: these follow from specs, notes, and local strides that every rank
-has alike. Plain operands count as row-major. Calls without a rule, on replicated operands, have the
-order of their local results.
+has alike. Plain operands count as row-major. Results of unknown order are laid out row-major. Calls
+without a rule, on replicated operands, have the order of their local results.
 """
 
 from __future__ import annotations
 
-import warnings
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from itertools import repeat
+from typing import Any, NamedTuple
 
 import torch
 
 from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
+from .._base.user_code import without_warnings
 from .._tensor.global_tensor import ORDINARY, GlobalTensor
 from .._tensor.strides import (
     Note,
@@ -38,18 +41,29 @@ from .call_plan import DelegatePlan
 __all__ = ["ComposedPlan", "ResultStrides", "local_order_misleads"]
 
 _MAX_KNOWN = 64  # per plan
-# A call is run on tensors of its own shapes if they have at most so many elements. Otherwise no dim
-# is longer than this.
+# A call is run on tensors of its own shapes if they have at most so many elements.
 _MAX_ELEMENTS = 1 << 12
-_SHORT = 2
-# Functions that choose a kernel, and with it the order, by the sizes.
+_MAX_RUN_ELEMENTS = 1 << 20  # of a run that short dims cannot replace
+# Functions that choose a kernel, and with it the order, by the sizes, or that pad to given sizes.
 _BY_SIZE = frozenset(
     (
         torch.nn.functional.scaled_dot_product_attention,
         torch.nn.functional.multi_head_attention_forward,
+        *(f for name, f in vars(torch.fft).items() if "fft" in name and callable(f)),
     )
 )
 _Strides = tuple[int, ...]
+
+
+class _Sizes(NamedTuple):
+    """The sizes of a run: all dims but the last ``kept`` ones are at most ``longest``."""
+
+    longest: int
+    kept: int
+
+
+# The arguments of a call (kernels, groups, normalized shapes) may ask for longer dims.
+_SHORT = (_Sizes(2, 0), _Sizes(4, 0), _Sizes(2, 1), _Sizes(2, 2), _Sizes(8, 0), _Sizes(16, 0))
 
 
 def local_order_misleads(
@@ -82,7 +96,7 @@ class ResultStrides:
             None if s.ndim < 2 else s.placement.coordinate(rank) is None or has_hidden_gaps(s.plain)
             for s in src
         ]
-        # the strides of each operand's local tensor, if it is row-major
+        # the strides that each operand's local tensor has if the operand is row-major
         self.rows = [
             () if h else by_rows(s.local_shape(rank)) for s, h in zip(src, self.hidden, strict=True)
         ]
@@ -171,6 +185,8 @@ class ResultStrides:
                     self.known.clear()
                 self.known[key] = _strides_on_one_device(func, args, kwargs, operands, key, outs)
             wanted = self.known[key]
+        if wanted is None and func not in _BY_SIZE:
+            wanted = [by_rows(o.shape) for o in outs]  # so that the ranks have one order
         if wanted is not None and len(wanted) == len(outs):
             for out, strides in zip(outs, wanted, strict=True):
                 arrange(out, strides)
@@ -191,43 +207,82 @@ def _strides_on_one_device(
 ) -> list[_Strides] | None:
     """Return the strides of the results for operands with these strides, or None if unknown.
 
-    The kernels of meta and fake tensors have an order of their own, so the call is run on zeros. If
-    the operands are large, a run with short dims shows the order, where the arguments allow it."""
-    large = sum(t.numel() for t in operands) > _MAX_ELEMENTS
-    if large and func in _BY_SIZE:
-        return None
-    with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        generator = torch.default_generator.get_state()
-        try:
-            these = iter([_zeros(t, s, large) for t, s in zip(operands, strides, strict=True)])
-            found = func(*replaced(args, these), **replaced(kwargs, these))
-        except Exception:  # a call that needs other values or sizes: its results stay as they are
-            return None
-        finally:
-            # Only if the call has drawn random numbers: other threads may draw at the same time.
-            if not torch.equal(torch.default_generator.get_state(), generator):
-                torch.default_generator.set_state(generator)
-    shown = tensors_in(found, [])
-    if len(shown) != len(outs) or any(
-        t.dim() != o.dim() or any(n == 1 < m for n, m in zip(t.shape, o.shape, strict=True))
-        for t, o in zip(shown, outs, strict=True)
-    ):
-        return None
-    return [
-        dense_strides(o.shape, t.stride()) if large else t.stride()
-        for t, o in zip(shown, outs, strict=True)
-    ]
+    The kernels of meta and fake tensors have an order of their own, so the call is run on real
+    ones. If the operands are large, it is run with short dims first. The first run that the
+    arguments allow, and in which no dim vanishes, shows the order."""
+    with torch_private.outside_all_modes(), torch.no_grad(), without_warnings():
+        for sizes, fill in itertools.product(_runs(func, operands), (_zeros, _identities)):
+            generator = torch.default_generator.get_state()
+            try:
+                these = iter([fill(t, s, sizes) for t, s in zip(operands, strides, strict=True)])
+                shown = tensors_in(func(*replaced(args, these), **replaced(kwargs, these)), [])
+            except Exception:  # a call that needs other sizes or values
+                continue
+            finally:
+                # Only if the call has drawn random numbers: other threads may draw meanwhile.
+                if not torch.equal(torch.default_generator.get_state(), generator):
+                    torch.default_generator.set_state(generator)
+            if len(shown) == len(outs) and all(map(_shows_order, shown, outs, repeat(sizes))):
+                return [
+                    t.stride() if sizes is None else dense_strides(o.shape, t.stride())
+                    for t, o in zip(shown, outs, strict=True)
+                ]
+    return None
 
 
-def _zeros(t: torch.Tensor, strides: _Strides, short: bool) -> torch.Tensor:
-    """Return zeros of an operand's shape, or with short dims, in the order of these strides."""
-    if short:
-        shape = [min(n, _SHORT) for n in t.shape]
+def _runs(func: Callable[..., Any], operands: Sequence[torch.Tensor]) -> list[_Sizes | None]:
+    """Return the sizes of the runs that may show the order of a call's results.
+
+    None stands for the sizes of the call itself."""
+    count = sum(t.numel() for t in operands)
+    if count <= _MAX_ELEMENTS:
+        return [None]
+    short = [] if func in _BY_SIZE else _SHORT
+    return [*short, None] if count <= _MAX_RUN_ELEMENTS else [*short]
+
+
+def _shows_order(run: torch.Tensor, out: GlobalTensor, sizes: _Sizes | None) -> bool:
+    """Return True if the result of a run tells the order of ``out``: none of its dims is gone."""
+    if sizes is None:
+        return run.shape == out.shape
+    return run.dim() == out.dim() and not any(
+        n != m and n <= 1 for n, m in zip(run.shape, out.shape, strict=True)
+    )
+
+
+def _zeros(t: torch.Tensor, strides: _Strides, sizes: _Sizes | None) -> torch.Tensor:
+    """Return zeros in the order of these strides, of an operand's shape or with short dims."""
+    shape = list(t.shape)
+    if sizes is not None:
+        shape = [
+            min(n, sizes.longest) if d < len(shape) - sizes.kept else n for d, n in enumerate(shape)
+        ]
         strides = dense_strides(shape, strides)
-    else:
-        shape = list(t.shape)
+    elif sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) > 2 * t.numel():
+        strides = _with_small_gaps(shape, strides)
     return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).zero_()
+
+
+def _identities(t: torch.Tensor, strides: _Strides, sizes: _Sizes | None) -> torch.Tensor:
+    """Return identity matrices, or ones, in place of `_zeros`: a matrix of zeros has no inverse."""
+    filled = _zeros(t, strides, sizes)
+    if filled.dim() < 2 or filled.shape[-1] != filled.shape[-2]:
+        return filled.fill_(1)
+    filled.diagonal(dim1=-2, dim2=-1).fill_(1)
+    return filled
+
+
+def _with_small_gaps(shape: Sequence[int], strides: _Strides) -> _Strides:
+    """Return strides in the same order, with gaps of one element where there are gaps.
+
+    A small slice of a large tensor has gaps as large as that tensor."""
+    steps, step, dense = [0] * len(shape), 1, 1
+    for d in sorted(range(len(shape)), key=lambda d: (strides[d], -d)):
+        if strides[d] and shape[d] > 1:
+            step += strides[d] > dense
+            steps[d] = step
+            step, dense = step * shape[d], strides[d] * shape[d]
+    return tuple(steps)
 
 
 class ComposedPlan(DelegatePlan):
@@ -245,9 +300,13 @@ class ComposedPlan(DelegatePlan):
         out = self.other(*args, **kwargs)
         operands = tensors_in(kwargs, tensors_in(args, []))
         results = tensors_in(out, [])
-        # not a result that is an operand, or a view of one
-        if all(type(t) in ORDINARY and t._memory is None for t in results) and not any(
-            t is operand for t in results for operand in operands
-        ):
+        # not a result that is an operand, or a view of one or of another result
+        shared = [t._memory for t in (*operands, *results) if isinstance(t, GlobalTensor)]
+        if all(
+            type(t) in ORDINARY and (t._memory is None or shared.count(t._memory) == 1)
+            for t in results
+        ) and not any(t is operand for t in results for operand in operands):
+            for t in results:
+                t._memory = None  # type: ignore[attr-defined]  # shared with a local variable
             self.order.arrange(func, args, kwargs, operands, results)
         return out

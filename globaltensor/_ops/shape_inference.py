@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import re
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import torch
 from .._base import torch_private
 from .._base.pytree import replaced, tensors_in
 from .._base.tracebacks import mark_torch_error
+from .._base.user_code import without_warnings
 from ..distributed.world import world
 from ..sharding.spec import Spec
 
@@ -117,7 +117,7 @@ def _try_call(
 ) -> Found:
     cast = torch_private.any_autocast()
     try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, without_warnings():
             tensors = torch_private.fake_tensors() if cast else torch_private.real_tensors()
             for one in (
                 torch.no_grad(),
@@ -136,7 +136,6 @@ def _try_call(
                     for s in specs
                 ]
             )
-            warnings.simplefilter("ignore")
             stand_in_args = replaced((args, kwargs), stand_ins)
             out = func(*stand_in_args[0], **stand_in_args[1])
     except TypeError as error:
@@ -205,7 +204,7 @@ def check_dtypes(
     large = sum(s.numel for s in specs) > _MAX_CHECKED_ELEMENTS
     shapes = [tuple(min(n, 2) for n in s.shape) if large else tuple(s.shape) for s in specs]
     try:
-        with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, without_warnings():
             # A random function must not advance the random stream.
             modes = (torch_private.outside_all_modes(), torch_private.unobserved())
             for one in (torch.no_grad(), *modes, torch.random.fork_rng([])):
@@ -213,7 +212,6 @@ def check_dtypes(
             these = iter(
                 [torch.zeros(shape, dtype=s.dtype) for shape, s in zip(shapes, specs, strict=True)]
             )
-            warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as error:
         if isinstance(error, NotImplementedError) or _DTYPES.search(str(error)):
@@ -233,10 +231,9 @@ def check_out_dtypes(
         return
     large = sum(s.numel for s in specs) > _MAX_CHECKED_ELEMENTS
     modes = (torch_private.outside_all_modes(), torch_private.unobserved())
-    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+    with contextlib.ExitStack() as stack, without_warnings():
         for one in (torch.no_grad(), *modes, torch.random.fork_rng([])):
             stack.enter_context(one)
-        warnings.simplefilter("ignore")
         these = iter(
             [
                 torch.zeros([min(n, 2) for n in s.shape] if large else s.shape, dtype=s.dtype)
@@ -273,9 +270,8 @@ def _try_on_cpu(
     ):
         return False, None
     try:
-        with torch_private.outside_all_modes(), torch.no_grad(), warnings.catch_warnings():
+        with torch_private.outside_all_modes(), torch.no_grad(), without_warnings():
             these = iter([torch.zeros(s.shape, dtype=s.dtype) for s in specs])
-            warnings.simplefilter("ignore")
             func(*replaced(args, these), **replaced(kwargs, these))
     except Exception as error:
         return True, error

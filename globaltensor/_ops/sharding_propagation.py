@@ -558,11 +558,11 @@ def _build_call_plan(
         and bool(args or not op.view)
         and all(type(a) in ORDINARY or not tensors_in(a, []) for a in (*args, *kwargs.values()))
     )
-    if not (op.view or rule.inplace or op.random) and _is_torchs(func):
+    if not (op.view or rule.inplace) and _is_torchs(func):
         remote = any(type(t) is RemoteView for t in tensors_in(kwargs, tensors_in(args, [])))
         boxed = any(r is not None for r in done.routes)
-        messages = done.function is not None and any(
-            f in op.exchanges or f in op.reduce for f in choice.factors
+        messages = done.function is not None and (
+            bool(op.ranges) or any(f in op.exchanges or f in op.reduce for f in choice.factors)
         )
         if local_order_misleads(boxed, done.outside, messages, remote, choice.outs):
             done.order = ResultStrides(specs)

@@ -43,6 +43,7 @@ __all__ = [
     "device_strides",
     "differ",
     "forget_note",
+    "format_strides",
     "has_hidden_gaps",
     "has_single_element_parts",
     "is_contiguous",
@@ -144,8 +145,8 @@ def copy_noted_order(source: GlobalTensor, other: GlobalTensor) -> None:
 def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
     """Give a new tensor, which shares memory with no other, the memory order of ``strides``.
 
-    Copy its local tensor into that order, on every rank or on none, and note the strides if the
-    local tensors do not show them. Empty tensors, and strides of 0, are left alone."""
+    Copy its local tensor into that order, without gaps, and note the strides if the local tensors
+    do not show them. Empty tensors, and strides of 0, are left alone."""
     shape = x.shape
     if len(strides) != len(shape) or len(shape) < 2 or not x.numel():
         return
@@ -155,7 +156,7 @@ def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
     same = all(a == b for a, b, n in zip(shown, strides, shape, strict=True) if n > 1)
     here = x._spec.placement.coordinate(world().rank) is not None
     hidden = not here or has_hidden_gaps(x._spec.plain)
-    if same and not hidden:
+    if same and not hidden and _is_dense(x._local):
         return
     if here:
         local = x._local
@@ -193,13 +194,21 @@ def strides_like(x: GlobalTensor) -> tuple[int, ...] | None:
 
 def note_order(x: GlobalTensor, strides: tuple[int, ...]) -> None:
     """Note the strides of a new tensor on one device, if its local tensors may not show them."""
-    if strides_ambiguous(x._spec.plain) or has_single_element_parts(x._spec.plain):
+    here = x._spec.placement.coordinate(world().rank) is not None
+    if not here or has_hidden_gaps(x._spec.plain):
         note_strides(x, Note(strides, False))
 
 
 def forget_note(x: GlobalTensor) -> None:
     """Drop the note of ``x``, whose contents are about to be replaced."""
     x.__dict__.pop("_strides", None)
+
+
+def format_strides(shape: Sequence[int], memory_format: torch.memory_format) -> tuple[int, ...]:
+    """Return the strides of a tensor of this shape in a memory format, as torch has them.
+
+    Raises torch's error for a format that needs another number of dims."""
+    return torch.empty(tuple(shape), device="meta", memory_format=memory_format).stride()
 
 
 def by_rows(shape: Sequence[int]) -> tuple[int, ...]:
@@ -243,6 +252,8 @@ def _lay_by_rows(x: GlobalTensor) -> None:
     else:
         with torch.set_grad_enabled(torch.is_grad_enabled() or local.requires_grad):
             x._local = local.contiguous()
+        if local.retains_grad:
+            x._local.retain_grad()
 
 
 def _is_dense(t: torch.Tensor) -> bool:
@@ -294,8 +305,13 @@ def device_strides(x: GlobalTensor) -> tuple[int, ...]:
             strides = by_rows(x.shape)
         note_strides(x, Note(strides, False))
         return strides
-    if x._memory is None or not part_tells(x) or x._local.dim() != x.dim():
-        # A tensor that shares no memory has no gaps.
+    if (
+        x._memory is None
+        or not part_tells(x)
+        or x._local.dim() != x.dim()
+        or has_single_element_parts(x._spec.plain)  # of these tensors, views have notes
+    ):
+        # A tensor that shares no memory, or is no view, has no gaps.
         whole: tuple[int, ...] = stride(x)
         return whole
     return _global_strides(x.shape, x._local)
@@ -331,6 +347,7 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
     if (
         local.shape == shape
         and local.dim()
+        and "_origin" not in self.__dict__
         and all(
             e.kind != "split" or n == 1
             for e, n in zip(self._spec.layout, self._spec.placement.shape, strict=True)
@@ -339,11 +356,20 @@ def stride(self: GlobalTensor, dim: int | None = None) -> Any:
         out = local.stride()
     elif (found := note_of(self)) is not None:
         out = _drop_gaps(shape, found.strides)
+    elif "_origin" in self.__dict__:
+        out = _drop_gaps(shape, device_strides(self))
     elif not strides_ambiguous(self._spec.plain) and local.dim() == len(shape):
         out = dense_strides(shape, _known_order(shape, local))
     else:
         out = by_rows(shape)
-    return out if dim is None else out[dim]
+    if dim is None:
+        return out
+    n = len(shape)
+    if not -n <= dim < n:
+        raise IndexError(
+            f"Dimension out of range (expected to be in range of [{-n}, {n - 1}], but got {dim})"
+        )
+    return out[dim]
 
 
 def _known_order(shape: Sequence[int], local: torch.Tensor) -> tuple[int, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ import torch.nn.functional as F
 from support.pool import run_on
 
 import globaltensor as flow
+from globaltensor._ops import result_strides
+from globaltensor.distributed.simulate import simulate
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
 
@@ -310,3 +313,121 @@ def outputs_of_graphs() -> list[str]:
 
 def test_outputs_of_graphs_have_the_memory_order_of_one_device() -> None:
     assert run_on(2, outputs_of_graphs) == [[], []]
+
+
+LAST = torch.channels_last
+
+
+def pictures(n: int) -> torch.Tensor:
+    return torch.ones(n, 8, 18, 18)
+
+
+def in_last(x: Any) -> Any:
+    return x.contiguous(memory_format=LAST)
+
+
+# (operand, sbp, call, further operands): calls whose local kernel has another order than one device
+CALLS: dict[str, tuple[torch.Tensor, Any, Callable[..., Any], list[torch.Tensor]]] = {
+    # along a split dim other than the first, a local function cuts its result from a longer one
+    "cumsum": (torch.ones(3, 4), S(1), lambda x: x.cumsum(1), []),
+    "cumprod of a transposed one": (torch.ones(3, 4), S(1), lambda x: x.T.cumprod(0), []),
+    "cummax": (torch.ones(3, 4), S(1), lambda x: x.cummax(1)[0], []),
+    "positions of cummax": (torch.ones(3, 4), S(1), lambda x: x.cummax(1)[1], []),
+    "logcumsumexp": (torch.ones(3, 4), S(1), lambda x: x.logcumsumexp(1), []),
+    "index_fill": (
+        torch.ones(5, 5), S(1), lambda x, i: x.index_fill(1, i, 2.0), [torch.tensor([1])],
+    ),
+    "index_fill of a transposed one": (
+        torch.ones(5, 5), S(1), lambda x, i: x.T.index_fill(0, i, 2.0), [torch.tensor([1])],
+    ),
+    "scatter": (
+        torch.ones(5, 5), S(1), lambda x, i: x.scatter(1, i, 3.0), [torch.zeros(5, 1).long()],
+    ),
+    # the kernels of parts differ, or arguments ask for dims longer than those of a short run
+    "max_pool2d": (pictures(2), S(2), lambda x: F.max_pool2d(in_last(x), 3, 2, 1), []),
+    "diff": (pictures(2), S(2), lambda x: torch.diff(in_last(x), dim=2), []),
+    "conv2d": (pictures(8), S(1), lambda x, w: F.conv2d(in_last(x), w), [torch.ones(8, 8, 3, 3)]),
+    "conv2d in groups": (
+        pictures(4), S(2), lambda x, w: F.conv2d(in_last(x), w, groups=8), [torch.ones(8, 1, 3, 3)],
+    ),
+    "group_norm": (pictures(2), S(0), lambda x: F.group_norm(in_last(x), 4), []),
+    "pixel_shuffle": (pictures(2), S(0), lambda x: F.pixel_shuffle(in_last(x), 2), []),
+    "pad": (pictures(2), S(0), lambda x: F.pad(in_last(x), (3, 3, 3, 3), mode="reflect"), []),
+    "layer_norm": (
+        torch.ones(16, 8, 64), S(2), lambda x: F.layer_norm(x.transpose(0, 1), (64,)) + 1, [],
+    ),
+    "fft2 of given sizes": (
+        torch.ones(2, 60, 64), S(0),
+        lambda x: torch.fft.fft2(x.permute(2, 1, 0).contiguous().permute(2, 1, 0), s=(60, 64)), [],
+    ),
+    # a matrix of zeros has no inverse
+    "inv": (torch.eye(3).repeat(2, 1, 1), S(0), torch.linalg.inv, []),
+    "cholesky": (torch.eye(3).repeat(2, 1, 1), S(0), torch.linalg.cholesky, []),
+    "solve": (torch.eye(3).repeat(2, 1, 1), S(0), torch.linalg.solve, [torch.ones(2, 3, 2)]),
+    # calls without a rule for the order
+    "clone": (torch.ones(2, 3, 4, 4), S(0), lambda x: x.clone(memory_format=LAST), []),
+    "ones_like": (
+        torch.ones(2, 3, 4, 4), S(0), lambda x: torch.ones_like(x, memory_format=LAST), [],
+    ),
+    "dropout": (torch.ones(2, 3), S(0), lambda x: F.dropout(x.T, 1e-9), []),
+    "foreach": (torch.ones(2, 3), S(0), lambda x: torch._foreach_add([x.T], 1.0)[0], []),
+    "a view that communicates": (
+        torch.ones(2, 3, 4), S(0), lambda x: x.transpose(1, 2)[1] * 1, [],
+    ),
+}  # fmt: skip
+
+
+def zeroed_through_a_copy(y: Any) -> tuple[Any, ...]:
+    order = y.stride(), y.is_contiguous()
+    y.contiguous().zero_()
+    values = y.to_global(sbp=B).to_local() if isinstance(y, flow.GlobalTensor) else y
+    return *order, int((values != 0).sum())
+
+
+def orders_of_calls(names: Sequence[str]) -> dict[str, Any]:
+    where, found = flow.placement.all("cpu"), {}
+    for name in names:
+        x, sbp, call, others = CALLS[name]
+        g, *rest = (t.to_global(where, B) for t in (x, *others))  # type: ignore[attr-defined]
+        found[name] = zeroed_through_a_copy(call(g.to_global(sbp=sbp), *rest))
+    return found
+
+
+def test_every_kind_of_call_has_the_order_of_one_device() -> None:
+    want = {
+        n: zeroed_through_a_copy(call(x.clone(), *more)) for n, (x, _, call, more) in CALLS.items()
+    }
+    for found in run_on(2, orders_of_calls, list(CALLS)):
+        assert found == want
+
+
+def of_small_slices() -> list[Any]:
+    x: Any = torch.zeros(2, 3, 4000, 40).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    y = x.to_global(sbp=S(0))[:, :, :2, :4].transpose(1, 2).exp()
+    return [y.stride(), y.is_contiguous()]
+
+
+def test_a_run_for_the_order_takes_no_memory_for_gaps() -> None:
+    y = torch.zeros(2, 3, 4000, 40)[:, :, :2, :4].transpose(1, 2).exp()
+    assert run_on(2, of_small_slices) == [[y.stride(), y.is_contiguous()]] * 2
+    shape, strides = (2, 2, 3, 4), (480_000, 40, 160_000, 1)
+    assert result_strides._with_small_gaps(shape, strides) == (33, 5, 11, 1)
+
+
+def outside_of_a_placement() -> list[Any]:
+    x: Any = torch.ones(2, 3, 4, 4).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    x = x.to_global(flow.placement("cpu", [0]), B)
+    like = torch.zeros_like(x, memory_format=LAST)
+    return [like.is_contiguous(), x.clone(memory_format=LAST).is_contiguous()]
+
+
+def test_ranks_outside_know_the_order_that_a_program_asks_for() -> None:
+    assert run_on(2, outside_of_a_placement) == [[False, False]] * 2
+
+
+def test_simulated_ranks_leave_the_filters_of_warnings_as_they_were() -> None:
+    before = list(warnings.filters)
+    for _ in range(3):
+        simulate(2, outside_of_a_placement)
+        simulate(2, of_small_slices)
+    assert list(warnings.filters) == before

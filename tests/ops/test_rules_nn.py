@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from support.device import DEVICE
 from support.everywhere import compare, full
 from support.oracle import check
+from support.pool import run_on
 
 import globaltensor as flow
 from globaltensor.distributed.communicator import record_collectives
@@ -708,3 +709,21 @@ def test_what_torch_refuses_is_refused(row: Any) -> None:
         function(torch.ones(3, 6))
     simulate(2, run, flow.sbp.split(1))
     simulate(2, run, flow.sbp.broadcast)
+
+
+def group_norm_of_one_element_each() -> list[Any]:
+    found, where = [], flow.placement.all("cpu")
+    for shape in ((2, 4), (3, 2)):
+        x: Any = (
+            torch.arange(float(shape[0] * shape[1]))
+            .view(shape)
+            .to_global(where, flow.sbp.broadcast)
+        )  # type: ignore[attr-defined]
+        for sbp in (flow.sbp.split(0), flow.sbp.split(1), flow.sbp.partial_sum):
+            found.append(F.group_norm(x.to_global(sbp=sbp), shape[1]).tolist())
+    return found
+
+
+def test_group_norm_counts_the_elements_of_the_whole() -> None:
+    want = [torch.zeros(shape).tolist() for shape in ((2, 4), (3, 2)) for _ in range(3)]
+    assert run_on(2, group_norm_of_one_element_each) == [want] * 2

@@ -275,7 +275,7 @@ def _local_write(d: int, shape: Sequence[int], name: str) -> Callable[[LocalCont
             # Values for other ranks go to one more row, which is dropped.
             here, _ = picked(index, shape[d], offset, length, miss=length)
             out = getattr(extended(input, d), name)(d, here, *rest, **kwargs).narrow(d, 0, length)
-            return input.copy_(out) if name.endswith("_") else out
+            return input.copy_(out) if name.endswith("_") else out.contiguous()
 
         return run
 

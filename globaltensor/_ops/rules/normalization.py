@@ -137,9 +137,11 @@ def _group_norm(
             op.scale[p.index, 0] = size
 
     def local(split: LocalContext) -> Callable[..., Any]:
-        if not split.is_split("g"):
-            return torch.group_norm if rest else F.group_norm
-        groups = split.ins[input.index].local_shape(split.rank)[1] // size
+        groups = (
+            split.ins[input.index].local_shape(split.rank)[1] // size
+            if split.is_split("g")
+            else num_groups
+        )
 
         def run(
             input: Tensor,
@@ -149,7 +151,10 @@ def _group_norm(
             eps: float = 1e-5,
             *rest: Any,
         ) -> Tensor:
-            return F.group_norm(input, groups, weight, bias, eps)
+            # The other function refuses parts of one element per channel, which the whole may have.
+            return torch.group_norm(
+                input, groups, weight, bias, eps, *(rest or (torch.backends.cudnn.enabled,))
+            )
 
         return run
 

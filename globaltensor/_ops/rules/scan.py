@@ -162,7 +162,8 @@ def _local_scan(
         if first:
             out = fold.scan(x, d)
             return out + before * 0 if out.requires_grad else out.to(dtype)
-        return fold.scan(torch.cat([before, x], d), d).narrow(d, 1, place.length).to(dtype)
+        own = fold.scan(torch.cat([before, x], d), d).narrow(d, 1, place.length)
+        return own.to(dtype).contiguous()
 
     return run
 
@@ -219,8 +220,8 @@ def _local_extremum(name: str, place: SplitPosition, d: int) -> Callable[..., An
         )
         return kind(
             (
-                values.narrow(d, 1, place.length),
-                table.gather(d, table_index).narrow(d, 1, place.length),
+                values.narrow(d, 1, place.length).contiguous(),
+                table.gather(d, table_index).narrow(d, 1, place.length).contiguous(),
             )
         )
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from ..._base.user_code import without_warnings
 from ..._tensor.strides import by_rows, differ
 from ..._tensor.view_tracking import RemoteView
 from ...errors import FormError
@@ -61,8 +61,7 @@ def on_meta(
 
     torch itself thereby resolves -1, negative dims and varargs.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with without_warnings():
         return getattr(
             torch.empty(x.shape if shape is None else tuple(shape), dtype=x.dtype, device="meta"),
             name,
