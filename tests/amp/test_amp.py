@@ -389,15 +389,15 @@ def test_grad_scaler_over_stages() -> None:
     simulate(3, _stages)
 
 
-def test_grad_scaler_on_processes() -> None:
-    run_on(2, scaled_on_processes)
+@pytest.mark.parametrize("mode", ["fsdp", "data", "tensor"])
+@pytest.mark.sweep(3)
+def test_grad_scaler_on_processes(mode: str) -> None:
+    run_on(2, scaled_on_processes, mode)
 
 
-def scaled_on_processes() -> None:
-    for mode, table in TABLES.items():
-        scaled(
-            table, OPTIMIZERS["AdamW fused" if mode == "fsdp" else "AdamW foreach"], mode != "data"
-        )
+def scaled_on_processes(mode: str) -> None:
+    optimizer = OPTIMIZERS["AdamW fused" if mode == "fsdp" else "AdamW foreach"]
+    scaled(TABLES[mode], optimizer, mode != "data")
 
 
 def _one_rank_has_it() -> None:

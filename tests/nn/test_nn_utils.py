@@ -122,16 +122,14 @@ def test_set() -> None:
 
 
 @pytest.mark.long
-def test_weight_norm_runs_where_its_operands_lie() -> None:
-    v = values(5, 4, 3)
-    for dim, g in (
-        (0, values(5, 1, 1, seed=1)),
-        (1, values(1, 4, 1, seed=1)),
-        (2, values(1, 1, 3, seed=1)),
-        (-1, values(seed=1)),
-    ):
-        compare(torch._weight_norm, v, g, dim)
-        compare(torch.norm_except_dim, v, 2, dim)
+@pytest.mark.parametrize(
+    ("dim", "shape"), [(0, (5, 1, 1)), (1, (1, 4, 1)), (2, (1, 1, 3)), (-1, ())]
+)
+@pytest.mark.sweep(3)
+def test_weight_norm_runs_where_its_operands_lie(dim: int, shape: tuple[int, ...]) -> None:
+    v, g = values(5, 4, 3), values(*shape, seed=1)
+    compare(torch._weight_norm, v, g, dim)
+    compare(torch.norm_except_dim, v, 2, dim)
 
 
 def test_norms_of_gradients_with_empty_parts() -> None:

@@ -43,17 +43,21 @@ def same(wanted: Any, layouts: Any, **options: Any) -> None:
 
 
 @pytest.mark.long
-def test_scores_see_their_batch_entry_and_head() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.sweep(2)
+def test_scores_see_their_batch_entry_and_head(layout: Any) -> None:
     same(
         flex_attention(Q, K, V, score, enable_gqa=True, return_lse=True),
-        LAYOUTS,
+        [layout],
         score_mod=score,
         return_lse=True,
     )
 
 
 @pytest.mark.long
-def test_block_masks_are_cut_with_the_heads() -> None:
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+@pytest.mark.sweep(3)
+def test_block_masks_are_cut_with_the_heads(layout: Any) -> None:
     mask = create_block_mask(
         lambda b, h, q, k: (q >= k) & ((q + k + b + h) % 5 != 4),
         2,
@@ -63,9 +67,7 @@ def test_block_masks_are_cut_with_the_heads() -> None:
         device="cpu",
         BLOCK_SIZE=4,
     )
-    same(
-        (flex_attention(Q, K, V, block_mask=mask, enable_gqa=True),), LAYOUTS[::2], block_mask=mask
-    )
+    same((flex_attention(Q, K, V, block_mask=mask, enable_gqa=True),), [layout], block_mask=mask)
 
 
 def test_the_function_taken_before_says_so() -> None:

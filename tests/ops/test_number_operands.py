@@ -75,35 +75,37 @@ def outcome(call: Callable[[Tensor, Any], Tensor], x: Tensor, n: Any) -> Any:
     return y.dtype, y.tolist()
 
 
-def compare(rows: list[Any], make: Callable[[Tensor], Tensor], dtypes: Any) -> None:
-    """Compare every op and number with the same on one device, in two orders of the numbers."""
-    for dtype in dtypes:
-        x = torch.arange(1, 5).to(dtype)
-        for name, call in OPS.items():
-            for n in (*NUMBERS, *NUMBERS[::-1]):
-                want, got = outcome(call, x, n), outcome(call, make(x), n)
-                if got != want:
-                    rows.append((name, dtype, type(n).__name__, got, want))
+EVERY_OP = slice(None)
+#: Each part has every eighth op.
+PARTS = 8
+
+
+def compare(
+    rows: list[Any], make: Callable[[Tensor], Tensor], dtype: torch.dtype, ops: slice = EVERY_OP
+) -> None:
+    """Compare ops and numbers with the same on one device, in two orders of the numbers."""
+    x = torch.arange(1, 5).to(dtype)
+    for name, call in list(OPS.items())[ops]:
+        for n in (*NUMBERS, *NUMBERS[::-1]):
+            want, got = outcome(call, x, n), outcome(call, make(x), n)
+            if got != want:
+                rows.append((name, dtype, type(n).__name__, got, want))
 
 
 @pytest.mark.filterwarnings("ignore:Casting complex values")
-def on_processes(dtypes: tuple[torch.dtype, ...]) -> list[Any]:
+def on_processes(dtype: torch.dtype, part: int) -> list[Any]:
     line = flow.placement.all("cpu")
     wrong: list[Any] = []
-    compare(wrong, lambda x: x.to_global(line, B).to_global(sbp=P), dtypes)
+    ops = slice(part, None, PARTS)
+    compare(wrong, lambda x: x.to_global(line, B).to_global(sbp=P), dtype, ops)
     return wrong
 
 
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.int64,),
-        pytest.param((torch.float32, torch.complex64), marks=pytest.mark.extended),
-    ],
-    ids=["integers", "others"],
-)
-def test_a_number_of_any_type_is_added_once(dtypes: tuple[torch.dtype, ...]) -> None:
-    assert run_on(2, on_processes, dtypes) == [[], []]
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.complex64], ids=str)
+@pytest.mark.sweep(PARTS + 1)  # of each dtype another part
+def test_a_number_of_any_type_is_added_once(dtype: torch.dtype, part: int) -> None:
+    assert run_on(2, on_processes, dtype, part) == [[], []]
 
 
 @pytest.mark.long
@@ -113,7 +115,7 @@ def test_on_two_axes(sbp: list[Any]) -> None:
     def body() -> list[Any]:
         grid = flow.placement("cpu", [[0, 1], [2, 3]])
         wrong: list[Any] = []
-        compare(wrong, lambda x: x.to_global(grid, [B, B]).to_global(sbp=sbp), (torch.float64,))
+        compare(wrong, lambda x: x.to_global(grid, [B, B]).to_global(sbp=sbp), torch.float64)
         return wrong
 
     assert simulate(4, body) == [[]] * 4

@@ -121,6 +121,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     draws._draws_in_blocks.cache_clear()
 
 
+SIZES = (*range(20), *range(20, 200, 7), 1000)
+#: Each part has every seventh size. One case in 25 is of several functions, each with another part.
+PARTS = 7
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
@@ -128,10 +133,11 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     FILLS,
     ids=lambda v: v.name + str(v.args) if isinstance(v, RandomFill) else "",
 )
-@pytest.mark.sweep(12)
-def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...]) -> None:
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(25)
+def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...], part: int) -> None:
     for dtype in dtypes:
-        for n in (*range(20), *range(20, 200, 7), 1000):
+        for n in SIZES[part::PARTS]:
             check(fill, (n,), dtype, LINE, (S0,))
 
 
@@ -140,6 +146,7 @@ def test_every_size_and_dtype(fill: RandomFill, dtypes: tuple[torch.dtype, ...])
 @pytest.mark.parametrize(
     "shape", [(37, 19), (5, 70), (70, 3), (3, 1), (2, 0), (7, 3, 2, 5), (1, 4, 33)], ids=str
 )
+@pytest.mark.sweep(3)
 def test_every_layout(
     shape: tuple[int, ...], placement: Placement, layout: tuple[Sbp, ...]
 ) -> None:

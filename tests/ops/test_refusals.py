@@ -25,7 +25,7 @@ from globaltensor._ops.methods import gather_global_value
 from globaltensor.distributed.simulate import simulate
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
-PARTS = 6
+PARTS = 24
 #: PyTorch fails with an internal assertion, or has no values to check.
 LEFT_OUT = ("empty", "new_empty", "to_sparse", "index_put")
 
@@ -66,7 +66,7 @@ def on_ranks(call: Callable[..., Any], operands: Sequence[Tensor], sample: Any, 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(PARTS)
 def test_what_torch_refuses(part: int) -> None:
     wrong = []
     for op in ops()[part::PARTS]:

@@ -490,38 +490,32 @@ def test_adapters_follow_the_layers_they_are_for(named: str) -> None:
     assert run_on(2, all_layouts, named) == [[]] * 2
 
 
-def traffic(named: str) -> list[str]:
-    """Return, by plan, the cases in which a forward pass sends more with adapters than without."""
+def traffic(named: str, plan: str) -> list[str]:
+    """Return the cases in which a forward pass sends more with adapters than without."""
     words = torch.arange(8).view(2, 4).to_global(everyone := flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
-    wrong = []
-    for plan in ("tensor", "sequence"):
-        sent = {}
-        for kind in (
-            "none",
-            "lora",
-            "of all",
-            "tables and heads",
-            "copies",
-            "scaled",
-            "somebody's own",
-        ):
-            model = flow.parallelize(made(kind, CLASSES[named]), everyone, plan)
+    sent = {}
+    for kind in (
+        "none",
+        "lora",
+        "of all",
+        "tables and heads",
+        "copies",
+        "scaled",
+        "somebody's own",
+    ):
+        model = flow.parallelize(made(kind, CLASSES[named]), everyone, plan)
+        model(words)
+        with record_collectives() as log:
             model(words)
-            with record_collectives() as log:
-                model(words)
-            sent[kind] = Counter(t.kind for t in log), sum(t.bytes for t in log)
-        wrong += [
-            f"{plan}, {kind}: {n}, not {sent['none']}"
-            for kind, n in sent.items()
-            if n != sent["none"]
-        ]
-    return wrong
+        sent[kind] = Counter(t.kind for t in log), sum(t.bytes for t in log)
+    return [f"{kind}: {n}, not {sent['none']}" for kind, n in sent.items() if n != sent["none"]]
 
 
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
 @pytest.mark.parametrize("named", CLASSES)
-@pytest.mark.sweep(2)
-def test_adapters_send_nothing_forward(named: str) -> None:
-    assert run_on(2, traffic, named) == [[]] * 2
+@pytest.mark.sweep(4)
+def test_adapters_send_nothing_forward(named: str, plan: str) -> None:
+    assert run_on(2, traffic, named, plan) == [[]] * 2
 
 
 # ----------------------------------------------------------------------------------------- training
@@ -583,15 +577,21 @@ ON_FOUR = [
 ]
 
 
+@pytest.mark.parametrize("plan", ON_TWO, ids=lambda plan: plan[0])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "none"])
-@pytest.mark.sweep(16)
-def test_training_is_that_of_one_device(kind: str) -> None:
-    assert run_on(2, trains, [kind], ON_TWO, list(CLASSES)) == [[]] * 2
+@pytest.mark.sweep(25)
+def test_training_is_that_of_one_device(kind: str, plan: tuple[Any, Any, Any]) -> None:
+    assert run_on(2, trains, [kind], [plan], list(CLASSES)) == [[]] * 2
 
 
-def test_training_on_a_grid_is_that_of_one_device() -> None:
-    assert run_on(4, trains, ["lora"], ON_FOUR, ["by its plan"]) == [[]] * 4
-    assert run_on(4, trains, ["tables and heads"], ON_FOUR[:1], ["by its plan"]) == [[]] * 4
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [("lora", ON_FOUR[0]), ("lora", ON_FOUR[1]), ("tables and heads", ON_FOUR[0])],
+    ids=str,
+)
+@pytest.mark.sweep(3)
+def test_training_on_a_grid_is_that_of_one_device(kind: str, plan: tuple[Any, Any, Any]) -> None:
+    assert run_on(4, trains, [kind], [plan], ["by its plan"]) == [[]] * 4
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -134,8 +133,8 @@ def cut(model: nn.Module, where: Any) -> None:
 
 
 MAKERS = {
-    "auto": searched,
     "auto, edited": searched_and_edited,
+    "auto": searched,
     "auto in stages": searched_in_stages,
     "cut": cut,
 }
@@ -187,72 +186,74 @@ def trains(model: Model, axes: int) -> None:
 
 
 PLANS: list[tuple[Any, int]] = [
-    (name, 1) for name in ("data", "fsdp", "tensor", "sequence", "expert")
+    (name, 1) for name in ("fsdp", "data", "tensor", "expert", "sequence")
 ] + [({"up.*": S(0), "*": B}, 1)]
 PLANS_OF_SEARCHES: list[tuple[Any, int]] = [(name, 1) for name in MAKERS]
 PLANS_ON_FOUR: list[tuple[Any, int]] = [
-    ("hybrid", 2),
     (["fsdp", "tensor"], 2),
+    ("hybrid", 2),
     (["data", "expert"], 2),
 ]
 
 
-def filled(plans: list[tuple[Any, int]], folder: str) -> None:
+def filled(plan: Any, axes: int, folder: str) -> None:
     from torch.distributed import checkpoint as dcp
 
     safetensors = pytest.importorskip("safetensors.torch")
     source = whole()
-    for plan, axes in plans:
-        name = "_".join(str(plan).split())
-        model = laid_out(plan, axes)
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                torch.manual_seed(3)
-                module.reset_parameters()
-        assert all(torch.isfinite(full(p)).all() for p in model.parameters())
-        trains(model, axes)
+    name = "_".join(str(plan).split())
+    model = laid_out(plan, axes)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            torch.manual_seed(3)
+            module.reset_parameters()
+    assert all(torch.isfinite(full(p)).all() for p in model.parameters())
+    trains(model, axes)
 
-        model.load_state_dict(source.state_dict())
-        for k, v in model.state_dict().items():
-            assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
-        trains(model, axes)
+    model.load_state_dict(source.state_dict())
+    for k, v in model.state_dict().items():
+        assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
+    trains(model, axes)
 
-        model = laid_out(plan, axes)
-        model.load_state_dict(
-            {k: v.to_global(places(axes), [B] * axes) for k, v in source.state_dict().items()}
-        )  # type: ignore[attr-defined]
-        dcp.save(model.state_dict(), checkpoint_id=str(Path(folder) / f"{name}.dcp"))
-        again = laid_out(plan, axes)
-        states = again.state_dict()
-        dcp.load(states, checkpoint_id=str(Path(folder) / f"{name}.dcp"))
-        again.load_state_dict(states)
-        for k, v in again.state_dict().items():
-            assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
+    model = laid_out(plan, axes)
+    model.load_state_dict(
+        {k: v.to_global(places(axes), [B] * axes) for k, v in source.state_dict().items()}
+    )  # type: ignore[attr-defined]
+    dcp.save(model.state_dict(), checkpoint_id=str(Path(folder) / f"{name}.dcp"))
+    again = laid_out(plan, axes)
+    states = again.state_dict()
+    dcp.load(states, checkpoint_id=str(Path(folder) / f"{name}.dcp"))
+    again.load_state_dict(states)
+    for k, v in again.state_dict().items():
+        assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
 
-        path = Path(folder) / f"{flow.env.get_rank()}.safetensors"
-        safetensors.save_file(
-            {k: v.contiguous() for k, v in source.state_dict().items() if k != "out.weight"}, path
-        )
-        last = laid_out(plan, axes)
-        last.load_state_dict(safetensors.load_file(path), strict=False)
-        for k, v in last.state_dict().items():
-            assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
-        trains(last, axes)
-
-
-def test_every_plan_on_two_processes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_on(2, filled, PLANS, folder, timeout=120.0)
+    path = Path(folder) / f"{flow.env.get_rank()}.safetensors"
+    safetensors.save_file(
+        {k: v.contiguous() for k, v in source.state_dict().items() if k != "out.weight"}, path
+    )
+    last = laid_out(plan, axes)
+    last.load_state_dict(safetensors.load_file(path), strict=False)
+    for k, v in last.state_dict().items():
+        assert torch.equal(full(v), source.state_dict()[k]), (plan, k)
+    trains(last, axes)
 
 
-def test_plans_of_the_search_and_of_stages() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_on(2, filled, PLANS_OF_SEARCHES, folder, timeout=120.0)
+@pytest.mark.parametrize(("plan", "axes"), PLANS, ids=str)
+@pytest.mark.sweep(3)
+def test_every_plan_on_two_processes(plan: Any, axes: int, tmp_path: Path) -> None:
+    run_on(2, filled, plan, axes, str(tmp_path), timeout=120.0)
 
 
-def test_plans_of_two_axes_on_four_processes() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        run_on(4, filled, PLANS_ON_FOUR, folder, timeout=180.0)
+@pytest.mark.parametrize(("plan", "axes"), PLANS_OF_SEARCHES, ids=str)
+@pytest.mark.sweep(2)
+def test_plans_of_the_search_and_of_stages(plan: Any, axes: int, tmp_path: Path) -> None:
+    run_on(2, filled, plan, axes, str(tmp_path), timeout=120.0)
+
+
+@pytest.mark.parametrize(("plan", "axes"), PLANS_ON_FOUR, ids=str)
+@pytest.mark.sweep(3)
+def test_plans_of_two_axes_on_four_processes(plan: Any, axes: int, tmp_path: Path) -> None:
+    run_on(4, filled, plan, axes, str(tmp_path), timeout=180.0)
 
 
 def without_values() -> list[str]:

@@ -35,9 +35,9 @@ class Bodies:
 
         return test
 
-    def run(self) -> None:
-        """Run the bodies on one of two real processes."""
-        for body in self.real:
+    def run(self, part: int = 0, parts: int = 1) -> None:
+        """Run the bodies on one of two real processes, or every ``parts``-th of them."""
+        for body in self.real[part::parts]:
             try:
                 torch.manual_seed(0)
                 body()

@@ -153,36 +153,48 @@ def trained(model: Any, optimizer: Any) -> None:
         optimizer.step()
 
 
-def training_goes_on(folder: str, options: dict[str, Any]) -> None:
-    pairs = {"1.*": S(0), "3.weight": S(1), "*": B}
-    layouts = (B, {"1.weight": S(1), "*": B}, pairs, None)
-    for a, b in ((0, 1), (1, 2), (2, 3), (3, 0)):
-        path = f"{folder}/{a}{b}"
-        model, other = network(layouts[a], 0), network(layouts[b], 1)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
-        second = torch.optim.AdamW(other.parameters(), lr=0.05, **options)
-        trained(model, optimizer)
-        states = get_state_dict(model, optimizer)
-        dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
-        found = get_state_dict(other, second)
-        dcp.load({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
-        set_state_dict(other, second, model_state_dict=found[0], optim_state_dict=found[1])
-        trained(model, optimizer)
-        trained(other, second)
-        for (name, p), q in zip(
-            model.state_dict().items(), other.state_dict().values(), strict=True
-        ):
-            torch.testing.assert_close(
-                whole(p), whole(q), msg=lambda text, name=name: f"{name}: {text}"
-            )
+TRAINED: dict[str, Any] = {
+    "whole": B,
+    "columns": {"1.weight": S(1), "*": B},
+    "pairs": {"1.*": S(0), "3.weight": S(1), "*": B},
+    "local": None,
+}
+
+
+def training_goes_on(folder: str, before: str, after: str, options: dict[str, Any]) -> None:
+    path = f"{folder}/dcp"
+    model, other = network(TRAINED[before], 0), network(TRAINED[after], 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, **options)
+    second = torch.optim.AdamW(other.parameters(), lr=0.05, **options)
+    trained(model, optimizer)
+    states = get_state_dict(model, optimizer)
+    dcp.save({"model": states[0], "optimizer": states[1]}, checkpoint_id=path)
+    found = get_state_dict(other, second)
+    dcp.load({"model": found[0], "optimizer": found[1]}, checkpoint_id=path)
+    set_state_dict(other, second, model_state_dict=found[0], optim_state_dict=found[1])
+    trained(model, optimizer)
+    trained(other, second)
+    for (name, p), q in zip(model.state_dict().items(), other.state_dict().values(), strict=True):
+        torch.testing.assert_close(
+            whole(p), whole(q), msg=lambda text, name=name: f"{name}: {text}"
+        )
     if flow.env.get_rank() == 0:
-        dcp_to_torch_save(f"{folder}/23", f"{folder}/one.pt")
+        dcp_to_torch_save(path, f"{folder}/one.pt")
         assert torch.load(f"{folder}/one.pt")["model"]["1.weight"].shape == (7, 5)
 
 
-def test_training_goes_on_in_another_layout(tmp_path: Path) -> None:
-    run_on(2, training_goes_on, str(tmp_path / "fused"), {"fused": True})
-    run_on(2, training_goes_on, str(tmp_path / "foreach"), {"foreach": True, "amsgrad": True})
+@pytest.mark.parametrize(
+    "options", [{"fused": True}, {"foreach": True, "amsgrad": True}], ids=["fused", "foreach"]
+)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("pairs", "local"), ("whole", "columns"), ("columns", "pairs"), ("local", "whole")],
+)
+@pytest.mark.sweep(3)
+def test_training_goes_on_in_another_layout(
+    tmp_path: Path, before: str, after: str, options: dict[str, Any]
+) -> None:
+    run_on(2, training_goes_on, str(tmp_path), before, after, options)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -3,6 +3,7 @@ every rank, a warning says that the code is not compiled, and fullgraph=True rai
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -167,39 +168,44 @@ def differs(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> float:
     return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
 
 
-def train_every_way(start: None) -> dict[str, float]:
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"backend": "aot_eager"}, {"backend": "inductor"}, {"dynamic": True},
+    {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
+)  # fmt: skip
+#: Ways to compile a training step. Every fifth of them has every plan, and the default backend.
+WAYS: list[tuple[str, str, dict[str, Any]]] = [
+    *itertools.product(("data", "fsdp", "tensor"), SPELLINGS, [{"backend": "eager"}]),
+    *itertools.product(["tensor"], ("by_method", "by_parts"), OPTIONS),
+]
+PARTS = 5
+
+
+def train_in_ways(part: int) -> dict[str, float]:
     """Return the difference from one device for each way to compile a training step."""
     wanted = trained("by_function", None)
     found = {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for plan in ("data", "fsdp", "tensor"):
-            for spelling in SPELLINGS:
-                found[f"{plan} {spelling}"] = differs(
-                    trained(spelling, plan, backend="eager"), wanted
-                )
-        for options in (
-            {"backend": "aot_eager"}, {"backend": "inductor"}, {"dynamic": True},
-            {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
-        ):  # fmt: skip
-            for spelling in ("by_method", "by_parts"):
-                found[f"{options} {spelling}"] = differs(
-                    trained(spelling, "tensor", **options), wanted
-                )
+        for plan, spelling, options in WAYS[part::PARTS]:
+            found[f"{plan} {spelling} {options}"] = differs(
+                trained(spelling, plan, **options), wanted
+            )
     return found
 
 
-def test_numbers_are_those_of_one_device() -> None:
-    for found in run_on(2, quietly, train_every_way):
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS)
+def test_numbers_are_those_of_one_device(part: int) -> None:
+    for found in run_on(2, quietly, train_in_ways, part):
         assert not {name: far for name, far in found.items() if far > 1e-12}
 
 
-def quietly(fn: Callable[[None], Any]) -> Any:
-    """Call ``fn(None)`` without warnings. The warning that code is not compiled appears once per
-    process, in the first of these tests to run."""
+def quietly(fn: Callable[..., Any], argument: Any = None) -> Any:
+    """Call ``fn(argument)`` without warnings. The warning that code is not compiled appears once
+    per process, in the first of these tests to run."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fn(None)
+        return fn(argument)
 
 
 def meet_in_other_ways(start: None) -> dict[str, float]:
@@ -284,7 +290,11 @@ def test_global_tensors_are_met_wherever_they_are_held() -> None:
         assert not {name: far for name, far in found.items() if far > 1e-12}
 
 
-def flex_every_way(start: None) -> dict[str, float]:
+#: Every third pair of a layout and a kind of options has both kinds.
+PARTS_OF_FLEX = 3
+
+
+def flex_in_ways(part: int) -> dict[str, float]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     everyone = flow.placement.all("cpu")
@@ -294,25 +304,28 @@ def flex_every_way(start: None) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # modules imported by torch's compiler warn
         compiled = torch.compile(flex_attention)
-        for layout in (S(0), S(1), S(2), B):
+        kinds: dict[str, dict[str, Any]] = {
+            "score_mod": {"score_mod": lambda s, b, h, i, j: s + h * 0.5 + b},
+            "mask": {"block_mask": mask},
+        }
+        cases = itertools.product((S(0), S(1), S(2), B), kinds.items())
+        for layout, (name, options) in itertools.islice(cases, part, None, PARTS_OF_FLEX):
             a, b, c = [t.to_global(everyone, B).to_global(sbp=layout) for t in (q, k, v)]
-            for name, options in {
-                "score_mod": {"score_mod": lambda s, b, h, i, j: s + h * 0.5 + b},
-                "mask": {"block_mask": mask},
-            }.items():
-                wanted = flex_attention(q, k, v, **options)
-                far[f"{layout} {name}"] = float(
-                    (whole(compiled(a, b, c, **options)) - wanted).abs().max()
-                )
-                inside = torch.compile(lambda *t, o=options: flex_attention(*t, **o))
-                far[f"{layout} {name} in a function"] = float(
-                    (whole(inside(a, b, c)) - wanted).abs().max()
-                )
+            wanted = flex_attention(q, k, v, **options)
+            far[f"{layout} {name}"] = float(
+                (whole(compiled(a, b, c, **options)) - wanted).abs().max()
+            )
+            inside = torch.compile(lambda *t, o=options: flex_attention(*t, **o))
+            far[f"{layout} {name} in a function"] = float(
+                (whole(inside(a, b, c)) - wanted).abs().max()
+            )
     return far
 
 
-def test_flex_attention_compiled_as_its_users_do() -> None:
-    for found in run_on(2, quietly, flex_every_way):
+@pytest.mark.parametrize("part", range(PARTS_OF_FLEX))
+@pytest.mark.sweep(PARTS_OF_FLEX)
+def test_flex_attention_compiled_as_its_users_do(part: int) -> None:
+    for found in run_on(2, quietly, flex_in_ways, part):
         assert not {name: far for name, far in found.items() if far > 1e-10}
 
 

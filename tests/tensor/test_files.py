@@ -99,7 +99,8 @@ def test_a_program_that_loads_a_shard_as_pytorch_does_by_default(
         torch.save({"weight": x}, tmp_path / f"{flow.env.get_rank()}.pt")
 
     simulate(2, saves)
-    command = [sys.executable, "-c", LOADS.format(imports), str(tmp_path / "0.pt")]
+    python = warm_python() if imports else sys.executable  # warm_python has the import
+    command = [python, "-c", LOADS.format(imports), str(tmp_path / "0.pt")]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=100, check=True)
     assert re.search(says, ran.stdout), ran.stdout
 
@@ -449,22 +450,23 @@ def started(script: str, *arguments: str) -> list[subprocess.Popen[str]]:
         ]
 
 
-def test_a_file_is_whole_whenever_the_ranks_are_killed(tmp_path: Path) -> None:
-    path, chance = tmp_path / "m.pt", random.Random(0)
-    for _ in range(4):
-        ranks = started(SAVING, str(path))
-        try:
-            assert ranks[0].stdout is not None
-            assert ranks[0].stdout.readline() == "saved\n"
-            time.sleep(chance.uniform(0, 0.1))
-        finally:
-            for rank in ranks:
-                rank.kill()  # SIGKILL
-            for rank in ranks:
-                rank.communicate()
-        got = torch.load(path)
-        assert got["x"].shape == (1 << 20,)
-        assert got["x"].unique().tolist() == got["same"][0].unique().tolist()
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sweep(2)
+def test_a_file_is_whole_whenever_the_ranks_are_killed(tmp_path: Path, seed: int) -> None:
+    path, chance = tmp_path / "m.pt", random.Random(seed)
+    ranks = started(SAVING, str(path))
+    try:
+        assert ranks[0].stdout is not None
+        assert ranks[0].stdout.readline() == "saved\n"
+        time.sleep(chance.uniform(0, 0.1))
+    finally:
+        for rank in ranks:
+            rank.kill()  # SIGKILL
+        for rank in ranks:
+            rank.communicate()
+    got = torch.load(path)
+    assert got["x"].shape == (1 << 20,)
+    assert got["x"].unique().tolist() == got["same"][0].unique().tolist()
 
 
 def replaces(path: Path) -> None:
@@ -480,15 +482,16 @@ def letter(i: int) -> bytes:
 
 
 @pytest.mark.parametrize("nameless", [True, False])
-@pytest.mark.sweep(2)
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.sweep(5)
 def test_a_file_is_whole_whenever_its_writer_is_killed(
-    tmp_path: Path, nameless: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, nameless: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not nameless:
         monkeypatch.setattr(os, "O_TMPFILE", 0)
-    path, chance = tmp_path / "text", random.Random(1)
+    path, chance = tmp_path / "text", random.Random(seed)
     path.write_bytes(b"-" * 50_000)
-    for _ in range(20):
+    for _ in range(5):
         pid = os.fork()
         if not pid:
             replaces(path)
@@ -720,39 +723,37 @@ def layouts() -> dict[str, tuple[Any, Any]]:
     return found
 
 
-#: An optimizer of each kind: states like the parameter, several of them, of other shapes, and one
-#: for all parameters.
-FEW_OPTIMIZERS = ("sgd", "adamw fused", "adafactor", "lbfgs")
+#: Every fifth pair of an optimizer and a layout.
+PARTS = 5
 
 
-def laid_out_at_once(folder: str, some: bool) -> None:
-    for maker in FEW_OPTIMIZERS if some else OPTIMIZERS:
-        make = OPTIMIZERS[maker]
+def laid_out_at_once(folder: str, part: int) -> None:
+    cases = itertools.product(OPTIMIZERS.items(), layouts().items())
+    for (maker, make), (name, (placement, sbp)) in itertools.islice(cases, part, None, PARTS):
+        if maker == "lbfgs" and name == "some":
+            continue  # LBFGS has one state for all parameters, with the shape of none of them
         plain = network()
         reference = make(groups(plain))
         stepped(plain, reference, 2)
-        for name, (placement, sbp) in layouts().items():
-            if maker == "lbfgs" and name == "some":
-                continue  # LBFGS has one state for all parameters, with the shape of none of them
-            model = network()
-            model.load_state_dict(plain.state_dict())
-            model.to_global(placement, sbp)
-            optimizer = make(groups(model))
-            path = f"{folder}/{maker} {name}"
-            flow.save(reference.state_dict(), path, global_dst_rank=0)
-            for saved in (
-                copy.deepcopy(reference.state_dict()),
-                flow.load(path, global_src_rank=0),
-                flow.load(path, placement, global_src_rank=0),
-            ):
-                counts = [kept["step"] for kept in saved["state"].values() if "step" in kept]
-                optimizer.load_state_dict(saved)
-                assert [
-                    kept["step"] for kept in optimizer.state.values() if "step" in kept
-                ] == counts or maker == "adamw fused"
-                check_state(model, optimizer, plain, reference)
-            if maker != "lbfgs":
-                goes_on(make, model, optimizer, plain, reference)
+        model = network()
+        model.load_state_dict(plain.state_dict())
+        model.to_global(placement, sbp)
+        optimizer = make(groups(model))
+        path = f"{folder}/{maker} {name}"
+        flow.save(reference.state_dict(), path, global_dst_rank=0)
+        for saved in (
+            copy.deepcopy(reference.state_dict()),
+            flow.load(path, global_src_rank=0),
+            flow.load(path, placement, global_src_rank=0),
+        ):
+            counts = [kept["step"] for kept in saved["state"].values() if "step" in kept]
+            optimizer.load_state_dict(saved)
+            assert [
+                kept["step"] for kept in optimizer.state.values() if "step" in kept
+            ] == counts or maker == "adamw fused"
+            check_state(model, optimizer, plain, reference)
+        if maker != "lbfgs":
+            goes_on(make, model, optimizer, plain, reference)
 
 
 def check_state(model: Any, optimizer: Any, plain: Any, reference: Any) -> None:
@@ -803,11 +804,10 @@ def goes_on(make: Any, model: Any, optimizer: Any, plain: Any, reference: Any) -
 
 
 @pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize(
-    "some", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["some", "all"]
-)
-def test_a_state_that_comes_whole_is_laid_out_at_once(tmp_path: Path, n: int, some: bool) -> None:
-    run_on(n, laid_out_at_once, str(tmp_path), some)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS, kind=lambda n, part: n)
+def test_a_state_that_comes_whole_is_laid_out_at_once(tmp_path: Path, n: int, part: int) -> None:
+    run_on(n, laid_out_at_once, str(tmp_path), part)
 
 
 def states_that_do_not_fit() -> None:

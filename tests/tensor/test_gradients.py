@@ -567,7 +567,7 @@ def way_of(name: str, mode: str) -> str:
 
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
 @pytest.mark.parametrize("mode", ["fsdp", "tensor"])
-@pytest.mark.sweep(4, kind=way_of)
+@pytest.mark.sweep(6, kind=way_of)
 def test_optimizers(name: str, mode: str) -> None:
     simulate(2, optimised, OPTIMIZERS[name], SCHEDULES[0], mode, timeout=20.0)
 
@@ -644,11 +644,17 @@ def test_clip_grad_value_and_ema() -> None:
     assert float(got) == pytest.approx(float(want))
 
 
-def on_processes() -> None:
-    BODIES.run()
+#: Each part has every fourth body. All bodies also run on simulated ranks.
+PARTS_ON_PROCESSES = 4
+
+
+def on_processes(part: int) -> None:
+    BODIES.run(part, PARTS_ON_PROCESSES)
     for mode in TABLES:
         optimised(OPTIMIZERS["AdamW fused"], SCHEDULES[0], mode)
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+@pytest.mark.parametrize("part", range(PARTS_ON_PROCESSES))
+@pytest.mark.sweep(PARTS_ON_PROCESSES)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)

@@ -27,17 +27,23 @@ BODIES = Bodies()
 on = BODIES.on
 
 
-def on_processes() -> None:
-    BODIES.run()
+#: Each part has every third body. All bodies also run on simulated ranks.
+PARTS_ON_PROCESSES = 3
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+def on_processes(part: int) -> None:
+    BODIES.run(part, PARTS_ON_PROCESSES)
+
+
+@pytest.mark.parametrize("part", range(PARTS_ON_PROCESSES))
+@pytest.mark.sweep(PARTS_ON_PROCESSES)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)
 
 
 # --------------------------------------------------------------------------------- torch's database
 
-PARTS = 8
+PARTS = 24
 SAMPLES = 7
 #: Ops whose results have no defined values, or have another storage or layout.
 LEFT_OUT = ("empty", "new_empty", "resize_", "resize_as_", "to_sparse")
@@ -68,7 +74,7 @@ def told(
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(PARTS)
 def test_every_function_returns_what_torch_returns(part: int) -> None:
     placement, wrong = flow.placement("cpu", [0]), []
     for op in ops()[part::PARTS]:

@@ -4,8 +4,9 @@ Optimizers, averages and hooks made before still apply to them."""
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,46 +69,45 @@ def trained(
     return [optimizer.step(closure).item() for _ in range(steps)]  # type: ignore[union-attr,arg-type]
 
 
-#: An optimizer of each kind: a call for each parameter, for all, and a closure.
-FEW_OPTIMIZERS = ("sgd", "adamw foreach", "lbfgs")
+#: Optimizers, plans, and the numbers of steps before the conversion, after one of which the
+#: optimizer has state. Every seventh of these cases has every optimizer and plan.
+CASES = list(itertools.product(OPTIMIZERS, PLANS, (0, 1)))
+PARTS = 7
 
 
-def optimizers_made_before(axes: int, names: Iterable[str] = OPTIMIZERS) -> None:
+def optimizers_made_before(axes: int, part: int) -> None:
     where = everyone(axes)
-    for name in names:
+    for name, plan, before in CASES[part::PARTS]:
         make = OPTIMIZERS[name]
-        for plan in PLANS:
-            for before in (0, 1):  # steps before the conversion, so that the optimizer has state
-                reference = mlp()
-                reference_optimizer = make(reference.parameters())
-                want = trained(reference, reference_optimizer, rows(), before) + trained(
-                    reference, reference_optimizer, rows()
-                )
-                model = mlp()
-                held, known = list(model.parameters()), weakref.ref(model[0].weight)  # type: ignore[index]
-                optimizer = make(model.parameters())
-                got = trained(model, optimizer, rows(), before)
-                flow.parallelize(model, where, [plan] * axes)
-                assert all(p is q for p, q in zip(model.parameters(), held, strict=True)), (
-                    name,
-                    plan,
-                )
-                assert known() is held[0]
-                assert all(isinstance(p, nn.Parameter) and p.is_global for p in held)  # type: ignore[attr-defined]
-                got += trained(model, optimizer, given(rows(), where))
-                assert got == pytest.approx(want, rel=1e-9), (name, plan, before)
-                for p, q in zip(held, reference.parameters(), strict=True):
-                    same(p, q)
+        reference = mlp()
+        reference_optimizer = make(reference.parameters())
+        want = trained(reference, reference_optimizer, rows(), before) + trained(
+            reference, reference_optimizer, rows()
+        )
+        model = mlp()
+        held, known = list(model.parameters()), weakref.ref(model[0].weight)  # type: ignore[index]
+        optimizer = make(model.parameters())
+        got = trained(model, optimizer, rows(), before)
+        flow.parallelize(model, where, [plan] * axes)
+        assert all(p is q for p, q in zip(model.parameters(), held, strict=True)), (name, plan)
+        assert known() is held[0]
+        assert all(isinstance(p, nn.Parameter) and p.is_global for p in held)  # type: ignore[attr-defined]
+        got += trained(model, optimizer, given(rows(), where))
+        assert got == pytest.approx(want, rel=1e-9), (name, plan, before)
+        for p, q in zip(held, reference.parameters(), strict=True):
+            same(p, q)
 
 
-def test_optimizers_made_before_train() -> None:
-    run_on(2, optimizers_made_before, 1, timeout=120.0)
-    run_on(4, optimizers_made_before, 2, FEW_OPTIMIZERS, timeout=240.0)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS)
+def test_optimizers_made_before_train(part: int) -> None:
+    run_on(2, optimizers_made_before, 1, part, timeout=120.0)
 
 
-@pytest.mark.extended
-def test_all_optimizers_made_before_train_on_a_grid() -> None:
-    run_on(4, optimizers_made_before, 2, timeout=240.0)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS)
+def test_optimizers_made_before_train_on_a_grid(part: int) -> None:
+    run_on(4, optimizers_made_before, 2, part, timeout=240.0)
 
 
 class Trained(flow.nn.Graph):  # type: ignore[misc]
@@ -126,44 +126,53 @@ class Trained(flow.nn.Graph):  # type: ignore[misc]
         return loss
 
 
-def optimizers_made_before_graphs(axes: int) -> None:
+#: Stages of ZeRO, plans, and the numbers of steps before the conversion.
+IN_GRAPHS = (
+    (0, "data", 1),
+    (0, "tensor", 0),
+    (0, "fsdp", 1),
+    (1, "data", 1),
+    (2, "data", 0),
+    (3, "data", 1),
+    (3, "tensor", 0),
+)
+#: Every fifth of these cases has every optimizer and four of the seven rows above.
+CASES_IN_GRAPHS = list(itertools.product(("sgd", "adamw", "adamw foreach"), IN_GRAPHS))
+PARTS_IN_GRAPHS = 5
+
+
+def optimizers_made_before_graphs(axes: int, part: int) -> None:
     where = everyone(axes)
-    for name in ("sgd", "adamw", "adamw foreach"):
+    for name, (stage, plan, before) in CASES_IN_GRAPHS[part::PARTS_IN_GRAPHS]:
         make = OPTIMIZERS[name]
-        for stage, plan, before in (
-            (0, "data", 1),
-            (0, "tensor", 0),
-            (0, "fsdp", 1),
-            (1, "data", 1),
-            (2, "data", 0),
-            (3, "data", 1),
-            (3, "tensor", 0),
-        ):
-            reference, model = mlp(), mlp()
-            reference_optimizer, optimizer = (make(m.parameters()) for m in (reference, model))
-            want = trained(reference, reference_optimizer, rows(), before + STEPS)
-            held = list(model.parameters())
-            got = trained(model, optimizer, rows(), before)
-            if plan == "data" and before:
-                model.to_global(where, [B] * axes)  # type: ignore[operator]
-            else:
-                flow.parallelize(model, where, [plan] * axes)
-            optimizer.zero_grad()
-            graph = Trained(model, optimizer, stage)
-            got += [graph(given(rows(), where)).item() for _ in range(STEPS)]
-            assert got == pytest.approx(want, rel=1e-9), (name, stage, plan)
-            assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
-            for p, q in zip(held, reference.parameters(), strict=True):
-                same(p, q)
+        reference, model = mlp(), mlp()
+        reference_optimizer, optimizer = (make(m.parameters()) for m in (reference, model))
+        want = trained(reference, reference_optimizer, rows(), before + STEPS)
+        held = list(model.parameters())
+        got = trained(model, optimizer, rows(), before)
+        if plan == "data" and before:
+            model.to_global(where, [B] * axes)  # type: ignore[operator]
+        else:
+            flow.parallelize(model, where, [plan] * axes)
+        optimizer.zero_grad()
+        graph = Trained(model, optimizer, stage)
+        got += [graph(given(rows(), where)).item() for _ in range(STEPS)]
+        assert got == pytest.approx(want, rel=1e-9), (name, stage, plan)
+        assert all(p is q for p, q in zip(model.parameters(), held, strict=True))
+        for p, q in zip(held, reference.parameters(), strict=True):
+            same(p, q)
 
 
-def test_optimizers_made_before_train_in_graphs() -> None:
-    run_on(2, optimizers_made_before_graphs, 1)
+@pytest.mark.parametrize("part", range(PARTS_IN_GRAPHS))
+@pytest.mark.sweep(PARTS_IN_GRAPHS)
+def test_optimizers_made_before_train_in_graphs(part: int) -> None:
+    run_on(2, optimizers_made_before_graphs, 1, part)
 
 
 @pytest.mark.extended
-def test_optimizers_made_before_train_in_graphs_on_a_grid() -> None:
-    run_on(4, optimizers_made_before_graphs, 2, timeout=240.0)
+@pytest.mark.parametrize("part", range(PARTS_IN_GRAPHS))
+def test_optimizers_made_before_train_in_graphs_on_a_grid(part: int) -> None:
+    run_on(4, optimizers_made_before_graphs, 2, part, timeout=240.0)
 
 
 def hooks_and_gradients() -> None:
