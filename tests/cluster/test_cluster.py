@@ -222,16 +222,7 @@ def test_a_detour_never_pays(c: Cluster, ranks: list[object], data: st.DataObjec
         )
 
 
-@pytest.mark.long
-@settings(deadline=None, max_examples=200)
-@given(
-    clusters,
-    st.floats(0, 1e15),
-    st.floats(0, 1e12),
-    st.sampled_from([torch.float32, "bfloat16", torch.int8]),
-    st.integers(1, 100),
-)
-def test_kernels_are_priced_by_a_roofline(
+def check_kernels_are_priced_by_a_roofline(
     c: Cluster, flops: float, nbytes: float, dtype: torch.dtype | str, kernels: int
 ) -> None:
     took = c.compute(flops, nbytes, dtype, kernels)
@@ -244,6 +235,33 @@ def test_kernels_are_priced_by_a_roofline(
         assert (
             c.compute(2 * flops, 2 * nbytes, dtype) <= 2 * c.compute(flops, nbytes, dtype) * SLACK
         )
+
+
+work = given(
+    clusters,
+    st.floats(0, 1e15),
+    st.floats(0, 1e12),
+    st.sampled_from([torch.float32, "bfloat16", torch.int8]),
+    st.integers(1, 100),
+)
+
+
+@pytest.mark.long
+@work
+@settings(max_examples=60, deadline=None)
+def test_kernels_are_priced_by_a_roofline(
+    c: Cluster, flops: float, nbytes: float, dtype: torch.dtype | str, kernels: int
+) -> None:
+    check_kernels_are_priced_by_a_roofline(c, flops, nbytes, dtype, kernels)
+
+
+@pytest.mark.extended
+@work
+@settings(max_examples=300, deadline=None)
+def test_many_kernels_are_priced_by_a_roofline(
+    c: Cluster, flops: float, nbytes: float, dtype: torch.dtype | str, kernels: int
+) -> None:
+    check_kernels_are_priced_by_a_roofline(c, flops, nbytes, dtype, kernels)
 
 
 def test_small_tensors_lie_in_caches() -> None:

@@ -119,13 +119,27 @@ def travel(t: torch.Tensor, c: torch.Tensor, stops: list[tuple[list[Any], list[A
     close(read(x.grad), c, "the gradient")
 
 
-@settings(max_examples=80)
-@given(moves())
-def test_boxing_keeps_values_and_gradients(case: Any) -> None:
+def check_boxing_keeps_values_and_gradients(case: Any) -> None:
     n, shape, stops = case
     gen = torch.Generator().manual_seed(math.prod(shape) + n)
     t, c = (torch.randn(shape, dtype=torch.float64, generator=gen) for _ in range(2))
     simulate(n, travel, t, c, stops, timeout=10.0)
+
+
+moved_with_gradients = given(moves())
+
+
+@moved_with_gradients
+@settings(max_examples=30)
+def test_boxing_keeps_values_and_gradients(case: Any) -> None:
+    check_boxing_keeps_values_and_gradients(case)
+
+
+@pytest.mark.extended
+@moved_with_gradients
+@settings(max_examples=120)
+def test_more_boxings_keep_values_and_gradients(case: Any) -> None:
+    check_boxing_keeps_values_and_gradients(case)
 
 
 DTYPES = [
@@ -166,9 +180,7 @@ def twice(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> None:
     close(read(h), 36 * t**3, "the second derivative")
 
 
-@settings(max_examples=60)
-@given(moves())
-def test_boxing_is_differentiable_twice(case: Any) -> None:
+def check_boxing_is_differentiable_twice(case: Any) -> None:
     n, shape, stops = case
     simulate(
         n,
@@ -177,6 +189,22 @@ def test_boxing_is_differentiable_twice(case: Any) -> None:
         stops,
         timeout=10.0,
     )
+
+
+moved = given(moves())
+
+
+@moved
+@settings(max_examples=20)
+def test_boxing_is_differentiable_twice(case: Any) -> None:
+    check_boxing_is_differentiable_twice(case)
+
+
+@pytest.mark.extended
+@moved
+@settings(max_examples=80)
+def test_many_boxings_are_differentiable_twice(case: Any) -> None:
+    check_boxing_is_differentiable_twice(case)
 
 
 # ----------------------------------------------------------------------------------------- programs
@@ -399,9 +427,19 @@ def check_program(case: Any) -> None:
     simulate(n, on_rank, tensors, texts, ranks, layouts, boxes, want, timeout=10.0)
 
 
-@settings(max_examples=50)
-@given(spread_programs())
+spread_over_ranks = given(spread_programs())
+
+
+@spread_over_ranks
+@settings(max_examples=20)
 def test_programs_equal_plain_torch(case: Any) -> None:
+    check_program(case)
+
+
+@pytest.mark.extended
+@spread_over_ranks
+@settings(max_examples=100)
+def test_more_programs_equal_plain_torch(case: Any) -> None:
     check_program(case)
 
 

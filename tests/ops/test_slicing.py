@@ -77,7 +77,7 @@ sliced = given(
 
 @pytest.mark.long
 @sliced
-@settings(max_examples=60)
+@settings(max_examples=30)
 def test_slices(**case: Any) -> None:
     check_slices(**case)
 
@@ -112,7 +112,7 @@ cut = given(
 
 @pytest.mark.long
 @cut
-@settings(max_examples=60)
+@settings(max_examples=25)
 def test_split(**case: Any) -> None:
     check_split(**case)
 
@@ -124,16 +124,7 @@ def test_many_splits(**case: Any) -> None:
     check_split(**case)
 
 
-@pytest.mark.long
-@given(
-    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
-    dim=st.integers(0, 1),
-    whole=st.lists(st.booleans(), min_size=4, max_size=4),
-    where=st.sampled_from(sorted(LAYOUTS)),
-    data=st.data(),
-)
-@settings(max_examples=120)
-def test_cat(
+def check_cat(
     sizes: list[int], dim: int, whole: list[bool], where: tuple[int, ...], data: Any
 ) -> None:
     def joined(x: Any) -> list[Any]:
@@ -148,6 +139,29 @@ def test_cat(
     shape = [3, 3]
     shape[dim] = sum(sizes)
     same(where, data.draw(st.sampled_from(LAYOUTS[where])), values(*shape), joined)
+
+
+parts = given(
+    sizes=st.lists(st.integers(0, 6), min_size=1, max_size=4),
+    dim=st.integers(0, 1),
+    whole=st.lists(st.booleans(), min_size=4, max_size=4),
+    where=st.sampled_from(sorted(LAYOUTS)),
+    data=st.data(),
+)
+
+
+@pytest.mark.long
+@parts
+@settings(max_examples=40)
+def test_cat(**case: Any) -> None:
+    check_cat(**case)
+
+
+@pytest.mark.extended
+@parts
+@settings(max_examples=150)
+def test_many_cats(**case: Any) -> None:
+    check_cat(**case)
 
 
 @pytest.mark.parametrize(

@@ -65,14 +65,7 @@ def test_intervals_from_anyone_in_any_order() -> None:
     assert [b for _, _, b in found] == [3 * row, row, 0, 5 * row]
 
 
-@pytest.mark.long
-@settings(max_examples=200, deadline=None)
-@given(
-    st.data(),
-    st.lists(st.integers(0, 4), min_size=1, max_size=6),
-    st.randoms(use_true_random=False),
-)
-def test_who_gives_what_element_by_element(
+def check_who_gives_what_element_by_element(
     data: st.DataObject, lengths: list[int], order: Any
 ) -> None:
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
@@ -104,6 +97,27 @@ def test_who_gives_what_element_by_element(
     assert most_fetched(held, wanted) == max(
         sum(q != i for q, _ in some) for i, some in enumerate(fetched)
     )
+
+
+pieces = given(
+    st.data(),
+    st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+
+
+@pytest.mark.long
+@pieces
+@settings(max_examples=60, deadline=None)
+def test_who_gives_what_element_by_element(data: Any, lengths: Any, order: Any) -> None:
+    check_who_gives_what_element_by_element(data, lengths, order)
+
+
+@pytest.mark.extended
+@pieces
+@settings(max_examples=300, deadline=None)
+def test_who_gives_what_in_many_cases(data: Any, lengths: Any, order: Any) -> None:
+    check_who_gives_what_element_by_element(data, lengths, order)
 
 
 def test_what_every_rank_has_moves_nothing() -> None:
@@ -222,7 +236,7 @@ def called(row: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("row", CONVS + POOLS + MOVES + SIZES, ids=name)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     function, args, kwargs = called(row)
     met = check(function, *args, most=25, grids=((2,), (3,), (2, 2)), **kwargs)
@@ -266,7 +280,7 @@ def on_space(
 
 
 @pytest.mark.parametrize("row", CONVS[::3] + POOLS[::3] + POWERS + MOVES + SIZES, ids=name)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_split_space_stays_split(row: tuple[Any, ...]) -> None:
     if "adaptive" in name(row) or "antialias" in name(row):
         pytest.skip("its windows do not divide the dim, or reach far")

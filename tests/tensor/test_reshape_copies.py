@@ -94,6 +94,7 @@ def wrong_calls(size: int) -> list[tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.sweep(2)
 def test_a_copy_is_independent_and_a_view_is_not(size: int) -> None:
     assert not any(simulate(size, lambda: wrong_calls(size)))
 
@@ -102,10 +103,14 @@ def test_on_real_processes() -> None:
     assert run_on(2, wrong_calls, 2, timeout=120) == [[], []]
 
 
-def wrong_in_graphs() -> list[tuple[str, str]]:
+#: Each part has every fifth call.
+PARTS = 5
+
+
+def wrong_in_graphs(part: int) -> list[tuple[str, str]]:
     """Return the calls and layouts whose values in a graph differ from those of one device."""
     wrong, placement = [], flow.placement("cpu", [0, 1])
-    for name, (shape, call) in CALLS.items():
+    for name, (shape, call) in list(CALLS.items())[part::PARTS]:
 
         def write(x: Any, call: Callable[[Any], Any] = call) -> tuple[Any, Any]:
             base = x * 1
@@ -126,8 +131,10 @@ def wrong_in_graphs() -> list[tuple[str, str]]:
 
 
 @pytest.mark.long
-def test_in_a_graph() -> None:
-    assert simulate(2, wrong_in_graphs) == [[], []]
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS)
+def test_in_a_graph(part: int) -> None:
+    assert simulate(2, wrong_in_graphs, part) == [[], []]
 
 
 #: Steps of a chain; a step that one device refuses is left out.
@@ -182,15 +189,7 @@ def after_writes(x: Any, chain: list[str], write: str) -> list[Any]:
     return [read(t).tolist() for t in tensors]
 
 
-@pytest.mark.long
-@given(
-    shape=st.sampled_from([(4, 3), (2, 4, 3), (4, 2, 2), (2, 2, 3, 2), (6,), (3, 5)]),
-    chain=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
-    write=st.sampled_from(sorted(WRITES)),
-    data=st.data(),
-)
-@settings(max_examples=100, deadline=None)
-def test_chains(shape: tuple[int, ...], chain: list[str], write: str, data: Any) -> None:
+def check_chains(shape: tuple[int, ...], chain: list[str], write: str, data: Any) -> None:
     sbp, chain = data.draw(st.sampled_from(layouts(len(shape)))), possible(shape, chain)
     want = after_writes(numbers(shape), chain, write)
 
@@ -199,3 +198,25 @@ def test_chains(shape: tuple[int, ...], chain: list[str], write: str, data: Any)
         assert after_writes(x, chain, write) == want, (sbp, chain)
 
     simulate(2, on_ranks)
+
+
+chains = given(
+    shape=st.sampled_from([(4, 3), (2, 4, 3), (4, 2, 2), (2, 2, 3, 2), (6,), (3, 5)]),
+    chain=st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=5),
+    write=st.sampled_from(sorted(WRITES)),
+    data=st.data(),
+)
+
+
+@pytest.mark.long
+@chains
+@settings(max_examples=35, deadline=None)
+def test_chains(shape: Any, chain: Any, write: Any, data: Any) -> None:
+    check_chains(shape, chain, write, data)
+
+
+@pytest.mark.extended
+@chains
+@settings(max_examples=150, deadline=None)
+def test_many_chains(shape: Any, chain: Any, write: Any, data: Any) -> None:
+    check_chains(shape, chain, write, data)

@@ -90,15 +90,7 @@ def played(x: Any, program: list[tuple[str, int, str]]) -> list[Any]:
     return tensors + read
 
 
-@pytest.mark.long
-@given(
-    program=steps,
-    shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]),
-    where=st.sampled_from(sorted(PLACEMENTS)),
-    data=st.data(),
-)
-@settings(max_examples=150)
-def test_a_program_of_views_and_writes(
+def check_a_program_of_views_and_writes(
     program: list[tuple[str, int, str]], shape: tuple[int, ...], where: tuple[int, ...], data: Any
 ) -> None:
     fitting = [
@@ -119,6 +111,28 @@ def test_a_program_of_views_and_writes(
     simulate(size, on_ranks)
 
 
+programs = given(
+    program=steps,
+    shape=st.sampled_from([(4, 3), (5, 2), (2, 3, 2), (1, 4), (6,)]),
+    where=st.sampled_from(sorted(PLACEMENTS)),
+    data=st.data(),
+)
+
+
+@pytest.mark.long
+@programs
+@settings(max_examples=50)
+def test_a_program_of_views_and_writes(program: Any, shape: Any, where: Any, data: Any) -> None:
+    check_a_program_of_views_and_writes(program, shape, where, data)
+
+
+@pytest.mark.extended
+@programs
+@settings(max_examples=200)
+def test_many_programs_of_views_and_writes(program: Any, shape: Any, where: Any, data: Any) -> None:
+    check_a_program_of_views_and_writes(program, shape, where, data)
+
+
 #: Views that torch allows writes into while gradients are recorded.
 DIFFERENTIABLE = [
     name for name in VIEWS if name not in ("chunk", "split", "unbind", "detach", "data")
@@ -134,10 +148,7 @@ gradual = steps.map(
 )
 
 
-@pytest.mark.long
-@given(program=gradual, sbp=st.sampled_from([B, S(0), S(1)]))
-@settings(max_examples=80)
-def test_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: Any) -> None:
+def check_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: Any) -> None:
     def gradient(leaf: Any) -> Any:
         found = played(leaf * 1, program)
         sum((t * (i + 1)).sum() for i, t in enumerate(found)).backward()
@@ -155,6 +166,23 @@ def test_gradients_through_a_program(program: list[tuple[str, int, str]], sbp: A
         torch.testing.assert_close(torch.from_numpy(got.numpy()), want)
 
     simulate(2, on_ranks)
+
+
+gradual_programs = given(program=gradual, sbp=st.sampled_from([B, S(0), S(1)]))
+
+
+@pytest.mark.long
+@gradual_programs
+@settings(max_examples=25)
+def test_gradients_through_a_program(program: Any, sbp: Any) -> None:
+    check_gradients_through_a_program(program, sbp)
+
+
+@pytest.mark.extended
+@gradual_programs
+@settings(max_examples=100)
+def test_gradients_through_many_programs(program: Any, sbp: Any) -> None:
+    check_gradients_through_a_program(program, sbp)
 
 
 class Played(flow.nn.Graph):
