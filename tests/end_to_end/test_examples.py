@@ -16,12 +16,12 @@ import re
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.pool import run_on
 from support.program import LAUNCH, run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,23 +47,49 @@ def main_of(name: str, arguments: list[str]) -> tuple[Any, str]:
     return result, printed.getvalue()
 
 
-def on_one_and_two(name: str, arguments: list[str]) -> tuple[Any, Any, str]:
-    """Run an example in a world of one and on two processes.
+Runs = Callable[[str], tuple[Any, Any, str]]
 
-    Return both results, and what rank 0 of two printed. Rank 1 prints nothing, and has the same
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the file that the example of adapters writes."""
+    return tmp_path_factory.mktemp("examples") / "adapters.pt"
+
+
+@pytest.fixture(scope="module")
+def known() -> dict[str, tuple[Any, Any, str]]:
+    """Return what is known of the examples that have run."""
+    return {}
+
+
+@pytest.fixture
+def on_one_and_two(
+    ranks: Callable[..., list[Any]], adapters: Path, known: dict[str, tuple[Any, Any, str]]
+) -> Runs:
+    """Return a function that runs an example in a world of one and on two processes, once for all
+    tests.
+
+    It returns both results, and what rank 0 of two printed. Rank 1 prints nothing, and has the same
     result."""
-    for module in NEEDS.get(name, ()):
-        pytest.importorskip(module)
-    one, _ = main_of(name, arguments)
-    (two, printed), (other, silent) = run_on(2, main_of, name, arguments, timeout=240)
-    assert other == two
-    assert not silent
-    return one, two, printed
+
+    def run_once(name: str) -> tuple[Any, Any, str]:
+        for module in NEEDS.get(name, ()):
+            pytest.importorskip(module)
+        if name not in known:
+            arguments = TINY[name] + (["--out", str(adapters)] if name == "lora" else [])
+            one, _ = main_of(name, arguments)
+            (two, printed), (other, silent) = ranks(2, main_of, name, arguments, timeout=240)
+            assert other == two
+            assert not silent
+            known[name] = one, two, printed
+        return known[name]
+
+    return run_once
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_two_processes_have_the_numbers_of_one(name: str) -> None:
-    one, two, printed = on_one_and_two(name, TINY[name])
+def test_two_processes_have_the_numbers_of_one(name: str, on_one_and_two: Runs) -> None:
+    one, two, printed = on_one_and_two(name)
     if isinstance(one, dict):
         assert two["accuracy"] == pytest.approx(one["accuracy"], abs=0.02)
         one, two = one["loss"], two["loss"]
@@ -79,27 +105,27 @@ def test_the_resnet_learns() -> None:
     assert found["accuracy"][-1] > 0.6
 
 
-def test_adapters_follow_their_layers_and_are_saved_in_full(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    out = tmp_path / "adapters.pt"
-    _, losses, printed = on_one_and_two("lora", [*TINY["lora"], "--out", str(out)])
+def test_adapters_follow_their_layers_and_are_saved_in_full(
+    adapters: Path, on_one_and_two: Runs
+) -> None:
+    _, losses, printed = on_one_and_two("lora")
     assert losses[-1] < losses[0]
     assert re.search(r"q_proj\.lora_B +\(globaltensor\.sbp\.split\(dim=0\),\)", printed)
     assert re.search(r"q_proj\.lora_A +\(globaltensor\.sbp\.broadcast,\)", printed)
-    saved = torch.load(out)
+    saved = torch.load(adapters)
     assert len(saved) == 2 * 2 * 6  # layers, two matrices, adapted projections
     assert all("lora_" in name for name in saved)
     assert saved["model.layers.0.self_attn.q_proj.lora_B.weight"].shape == (64, 8)
 
 
-def test_each_rank_has_some_experts() -> None:
-    _, _, printed = on_one_and_two("moe", TINY["moe"])
+def test_each_rank_has_some_experts(on_one_and_two: Runs) -> None:
+    _, _, printed = on_one_and_two("moe")
     assert "experts (5, 32, 16)" in printed
     assert "on this rank (3, 32, 16)" in printed
 
 
-def test_the_ring_is_the_only_traffic_of_the_forward_pass() -> None:
-    _, _, printed = on_one_and_two("long_context", TINY["long_context"])
+def test_the_ring_is_the_only_traffic_of_the_forward_pass(on_one_and_two: Runs) -> None:
+    _, _, printed = on_one_and_two("long_context")
     assert "65 positions, of which this rank has 33" in printed
     moves = printed.partition("ranks send:\n")[2].partition("step 0")[0].splitlines()
     assert moves
