@@ -2,13 +2,14 @@
 the expected values on its own.
 
 ``sweep()`` runs in the ranks of a world. If run as a program (for example under mpirun), this file
-starts a world and runs ``sweep()`` in it.
+starts a world and runs ``sweep()`` in it, with its arguments.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -228,8 +229,9 @@ def ways(groups: list[Way]) -> Iterator[tuple[Callable[..., Pairs], Way]]:
             yield point_to_point, replace(groups[0], layout=layout, dtype=dtype)
 
 
-def sweep() -> tuple[int, list[str]]:
-    """Run the sweep and return (number of calls, the errors, each with its call)."""
+def sweep(part: int = 0, parts: int = 1) -> tuple[int, list[str]]:
+    """Run the sweep, or every ``parts``-th call of it. Return (number of calls, the errors, each
+    with its call)."""
     size, me = dist.get_world_size(), dist.get_rank()
     everyone = tuple(range(size))
     groups = [Way(None, everyone)] + [
@@ -238,7 +240,8 @@ def sweep() -> tuple[int, list[str]]:
         if ranks
     ]
     count, wrong = 0, []
-    for collective, way in ways([replace(g, ranks=tuple(sorted(g.ranks))) for g in groups]):
+    calls = ways([replace(g, ranks=tuple(sorted(g.ranks))) for g in groups])
+    for collective, way in itertools.islice(calls, part, None, parts):
         if me not in way.ranks:
             continue
         count += 1
@@ -255,7 +258,7 @@ def sweep() -> tuple[int, list[str]]:
 
 
 if __name__ == "__main__":
-    done, failures = sweep()
+    done, failures = sweep(*map(int, sys.argv[1:]))
     print(f"{done} calls", *failures[:10], sep="\n", flush=True)
     dist.destroy_process_group()
     raise SystemExit(bool(failures))

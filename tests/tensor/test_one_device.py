@@ -4,6 +4,7 @@ and results that are the argument itself."""
 from __future__ import annotations
 
 import copy
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import globaltensor as flow
 from globaltensor._ops.methods import gather_global_value
+from globaltensor.distributed.simulate import simulate
 from globaltensor.errors import GlobalTensorError, InplaceError, KernelError, SbpError
 
 B, S, P = flow.sbp.broadcast, flow.sbp.split, flow.sbp.partial_sum
@@ -23,12 +25,18 @@ BODIES = Bodies()
 on = BODIES.on
 
 
-def on_processes() -> None:
-    BODIES.run()
+#: Each part has every fifth body. All bodies also run on simulated ranks.
+PARTS_ON_PROCESSES = 5
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+def on_processes(part: int) -> None:
+    BODIES.run(part, PARTS_ON_PROCESSES)
+
+
+@pytest.mark.parametrize("part", range(PARTS_ON_PROCESSES))
+@pytest.mark.sweep(PARTS_ON_PROCESSES)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)
 
 
 def everywhere() -> Any:
@@ -253,6 +261,7 @@ def resized(kind: str) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("kind", ["tied", "untied", "gpt"])
+@pytest.mark.sweep(3)
 def test_embeddings_are_resized(kind: str) -> None:
     first, other = run_on(2, resized, kind)
     assert first == other
@@ -611,11 +620,12 @@ def gathered(table: nn.Module, ids: Tensor) -> Tensor:
     return torch.gather(table.weight, 0, ids, sparse_grad=table.sparse)  # type: ignore[arg-type, call-overload]
 
 
-@pytest.mark.long
-@on()
-def test_gradients_that_would_be_sparse_are_dense() -> None:
-    """The values are those of one device. So are the steps of optimizers that accept both kinds of
-    gradients."""
+PARTS_OF_SPARSE = 7
+
+
+def sparse_gradients(part: int) -> None:
+    """Check every seventh case. The values are those of one device. So are the steps of optimizers
+    that accept both kinds of gradients."""
     optimizers: list[Any] = [
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -628,34 +638,47 @@ def test_gradients_that_would_be_sparse_are_dense() -> None:
             i: m(i)),
         (lambda *args, **options: nn.Embedding(*args, padding_idx=2, **options), lambda m, i: m(i)),
     ]  # fmt: skip
-    for (make, look), optimizer in ((k, o) for k in kinds for o in optimizers):
-        for sbp in (B, S(0), S(1), P):
-            for id_sbp in (None, B, S(0)):
-                tables = [make(5, 3, sparse=sparse) for sparse in (True, False)]
-                for table in tables:
-                    table.weight.data = values(5, 3).float()
-                table, alone = tables[0].to_global(everywhere(), sbp), tables[1]
-                stepped = [optimizer(t.parameters()) for t in (table, alone)]
-                for _ in range(2):
-                    for t, o, i in zip(
-                        (table, alone),
-                        stepped,
-                        (ids if id_sbp is None else laid_out(ids, id_sbp), ids),
-                        strict=True,
-                    ):
-                        o.zero_grad()
-                        look(t, i).square().sum().backward()
-                        o.step()
-                torch.testing.assert_close(
-                    gather_global_value(table.weight.grad), alone.weight.grad
-                )
-                torch.testing.assert_close(
-                    gather_global_value(table.weight.detach()), alone.weight.detach()
-                )
+    cases = itertools.product(kinds, optimizers, (B, S(0), S(1), P), (None, B, S(0)))
+    for (make, look), optimizer, sbp, id_sbp in itertools.islice(
+        cases, part, None, PARTS_OF_SPARSE
+    ):
+        tables = [make(5, 3, sparse=sparse) for sparse in (True, False)]
+        for table in tables:
+            table.weight.data = values(5, 3).float()
+        table, alone = tables[0].to_global(everywhere(), sbp), tables[1]
+        stepped = [optimizer(t.parameters()) for t in (table, alone)]
+        for _ in range(2):
+            for t, o, i in zip(
+                (table, alone),
+                stepped,
+                (ids if id_sbp is None else laid_out(ids, id_sbp), ids),
+                strict=True,
+            ):
+                o.zero_grad()
+                look(t, i).square().sum().backward()
+                o.step()
+        torch.testing.assert_close(gather_global_value(table.weight.grad), alone.weight.grad)
+        torch.testing.assert_close(
+            gather_global_value(table.weight.detach()), alone.weight.detach()
+        )
     plain = nn.Embedding.from_pretrained(values(5, 3).float(), freeze=False, sparse=True)
     plain(laid_out(ids, S(0))).sum().backward()
     assert plain.weight.grad is not None
     assert plain.weight.grad.sum() == 18
+
+
+@on()
+def test_gradients_that_would_be_sparse_are_dense() -> None:
+    sparse_gradients(0)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("part", range(1, PARTS_OF_SPARSE))
+@pytest.mark.parametrize("run", [simulate, run_on])
+def test_more_gradients_that_would_be_sparse_are_dense(
+    run: Callable[..., list[Any]], part: int
+) -> None:
+    run(2, sparse_gradients, part)
 
 
 @on()
