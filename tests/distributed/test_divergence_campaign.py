@@ -89,26 +89,37 @@ def in_one_world(numbers: range, graph: bool) -> list[tuple[int, str]]:
     return wrong
 
 
-def all_kinds(run: Any, rounds: int = 1) -> None:
+#: Each part has every third kind of step. `make test` runs another part on each transport.
+PARTS = 3
+
+
+def all_kinds(run: Any, part: int, rounds: int = 1) -> None:
     """In each round every kind of step is the odd one of a program, eager and as a graph."""
     for graph in (False, True):
-        assert run(2, in_one_world, range(rounds * len(KINDS)), graph) == [[], []]
+        numbers = range(part, rounds * len(KINDS), PARTS)
+        assert run(2, in_one_world, numbers, graph) == [[], []]
 
 
-def test_all_kinds_on_shared_memory() -> None:
-    all_kinds(run_on)
+@pytest.mark.parametrize("part", [0, 1, 2])
+@pytest.mark.sweep(PARTS)
+def test_all_kinds_on_shared_memory(part: int) -> None:
+    all_kinds(run_on, part)
 
 
-def test_all_kinds_on_gloo(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("part", [1, 2, 0])
+@pytest.mark.sweep(PARTS)
+def test_all_kinds_on_gloo(fresh_pool: Any, monkeypatch: pytest.MonkeyPatch, part: int) -> None:
     monkeypatch.setenv("GLOBALTENSOR_SHARED_MEMORY", "0")
     pool = fresh_pool(2)
-    all_kinds(lambda n, fn, *args: pool.run(fn, *args))
+    all_kinds(lambda n, fn, *args: pool.run(fn, *args), part)
 
 
 @needs_mpi
 @pytest.mark.parametrize("rounds", [1, pytest.param(2, marks=pytest.mark.extended)])
-def test_all_kinds_on_mpi(rounds: int) -> None:
-    all_kinds(functools.partial(run_by_mpi, timeout=120.0), rounds)
+@pytest.mark.parametrize("part", [2, 0, 1])
+@pytest.mark.sweep(PARTS, kind=lambda part, rounds: rounds)
+def test_all_kinds_on_mpi(part: int, rounds: int) -> None:
+    all_kinds(functools.partial(run_by_mpi, timeout=120.0), part, rounds)
 
 
 PROGRAM = """

@@ -168,10 +168,15 @@ def test_lengths(grid: tuple[int, ...], method: str) -> None:
                 )
 
 
+#: Each part has every third pair of layouts of the queries, and of keys and values.
+PARTS = 3
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sweep(4)
-def test_two_axes(method: str) -> None:
+@pytest.mark.sweep(7)
+def test_two_axes(method: str, part: int) -> None:
     pairs = [
         ([S(0), S(2)], [S(0), S(2)]), ([S(1), S(2)], [S(1), S(2)]), ([S(2), S(1)], [S(2), S(1)]),
         ([S(2), S(2)], [S(2), S(2)]), ([S(2), B], [S(2), S(2)]),
@@ -179,7 +184,7 @@ def test_two_axes(method: str) -> None:
         ([B, B], [S(2), S(2)]), ([S(0), B], [S(0), S(2)]),
     ]  # fmt: skip
     mask = x(2, 1, 7, 9)
-    for mine, other in pairs:
+    for mine, other in pairs[part::PARTS]:
         for grid in ((2, 2), (1, 3)):
             checked(qkv(), [mine, other, other], method, grid)
             checked(qkv(), [mine, other, other], method, grid, is_causal=True)
@@ -203,7 +208,7 @@ def masks() -> dict[str, tuple[torch.Tensor, list[Any]]]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("name", masks())
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(7)
 def test_masks(name: str, method: str) -> None:
     """A bool or additive mask is broadcast in any dim, split or not. An additive mask receives its
     gradient."""
@@ -234,6 +239,7 @@ def test_groups_of_heads(method: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "n"), [(1, 3), (2, 3), (3, 2), (2, 6), (1, 4)])
+@pytest.mark.sweep(2)
 def test_fewer_heads_of_keys_than_ranks_can_share(heads: int, n: int) -> None:
     """A rank that has some query heads needs no other query heads. A rank that has the keys
     receives no message."""
@@ -361,13 +367,14 @@ def test_heads_in_turns(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("draws", [2, pytest.param(4, marks=pytest.mark.extended)])
-def test_drawn_layouts(draws: int) -> None:
-    for method in METHODS:
-        with flow.context_parallel(method):
-            compare(A, *qkv(), draws=draws)
-            compare(partial(A, is_causal=True), *qkv(rows=8, keys=8), draws=draws)
-            compare(A, *qkv(), x(7, 9), grids=((3,), (2, 2)), draws=draws)
+@pytest.mark.sweep(2, kind=lambda draws, method: draws)
+def test_drawn_layouts(draws: int, method: str) -> None:
+    with flow.context_parallel(method):
+        compare(A, *qkv(), draws=draws)
+        compare(partial(A, is_causal=True), *qkv(rows=8, keys=8), draws=draws)
+        compare(A, *qkv(), x(7, 9), grids=((3,), (2, 2)), draws=draws)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -418,6 +425,7 @@ TWICE: list[tuple[str, Sequence[int], Layout, Layout, torch.Tensor | None, bool]
 
 
 @pytest.mark.parametrize("row", TWICE, ids=lambda row: row[0])
+@pytest.mark.sweep(2)
 def test_gradient_of_the_gradient(row: Any) -> None:
     _, grid, mine, other, mask, causal = row
     for rows in (7, 2):

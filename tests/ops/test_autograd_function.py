@@ -259,15 +259,21 @@ def test_functions_at_the_borders() -> None:
     simulate(2, borders)
 
 
-def on_processes() -> None:
-    for name, use in USES.items():
+#: Each part has every third use. All uses also run on simulated ranks.
+PARTS = 3
+
+
+def on_processes(part: int) -> None:
+    for name, use in list(USES.items())[part::PARTS]:
         run(use, name in TWICE, False)
     run(affine, False, True)
     borders()
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+@pytest.mark.parametrize("part", range(PARTS))
+@pytest.mark.sweep(PARTS)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)
 
 
 def test_plain_tensors_beside_global_ones() -> None:
@@ -327,6 +333,7 @@ def in_a_graph(use: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", USES)
+@pytest.mark.sweep(3)
 def test_in_a_graph(name: str) -> None:
     simulate(2, in_a_graph, USES[name])
 

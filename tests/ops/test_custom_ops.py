@@ -32,14 +32,20 @@ known: dict[str, Any] = {}
 library = torch.library.Library(SPACE, "FRAGMENT")
 
 
-def on_processes() -> None:
+#: Each part has every third body. All bodies also run on simulated ranks.
+PARTS_ON_PROCESSES = 3
+
+
+def on_processes(part: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", flow.errors.FallbackWarning)
-        BODIES.run()
+        BODIES.run(part, PARTS_ON_PROCESSES)
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+@pytest.mark.parametrize("part", range(PARTS_ON_PROCESSES))
+@pytest.mark.sweep(PARTS_ON_PROCESSES)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)
 
 
 @pytest.fixture(autouse=True)

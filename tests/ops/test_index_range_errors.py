@@ -122,40 +122,42 @@ def layouts(operands: tuple[Tensor, ...]) -> Iterator[list[Any]]:
             yield list(sbp)
 
 
-def on_ranks(some: bool = False) -> list[str]:
+def on_ranks(at: int, wrong: int, some: bool = False) -> list[str]:
     """Check that each case has the error of one device, in every layout or, with ``some``, in one
     of three."""
     everywhere, told = flow.placement.all("cpu"), []
     layout = itertools.count()
-    for at, wrong in ((0, 9), (-1, -9)):
-        for name, function, operands in cases(at, wrong):
-            want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
-            assert "no error" not in want, name
-            for sbp in layouts(operands):
-                if some and next(layout) % 3:
-                    continue
-                ours = [
-                    t.clone() if s is None else t.to_global(everywhere, B).to_global(sbp=s)
-                    for t, s in zip(operands, sbp, strict=True)
-                ]  # type: ignore[attr-defined]
-                got = said(lambda f=function, ts=ours: f(*ts))
-                assert got == want, (name, at, sbp)
-                told.append(got)
+    for name, function, operands in cases(at, wrong):
+        want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
+        assert "no error" not in want, name
+        for sbp in layouts(operands):
+            if some and next(layout) % 3:
+                continue
+            ours = [
+                t.clone() if s is None else t.to_global(everywhere, B).to_global(sbp=s)
+                for t, s in zip(operands, sbp, strict=True)
+            ]  # type: ignore[attr-defined]
+            got = said(lambda f=function, ts=ours: f(*ts))
+            assert got == want, (name, at, sbp)
+            told.append(got)
     return told
 
 
 @pytest.mark.extended
-def test_every_simulated_rank_tells_it() -> None:
-    simulate(2, on_ranks)
+@pytest.mark.parametrize(("at", "wrong"), [(0, 9), (-1, -9)])
+def test_every_simulated_rank_tells_it(at: int, wrong: int) -> None:
+    simulate(2, on_ranks, at, wrong)
 
 
+@pytest.mark.parametrize(("at", "wrong"), [(0, 9), (-1, -9)])
 @pytest.mark.parametrize(
     "some", [True, pytest.param(False, marks=pytest.mark.extended)], ids=["some", "all"]
 )
-def test_every_rank_tells_it(some: bool) -> None:
-    first, other = run_on(2, on_ranks, some)
+@pytest.mark.sweep(2, kind=lambda some, at, wrong: some)
+def test_every_rank_tells_it(some: bool, at: int, wrong: int) -> None:
+    first, other = run_on(2, on_ranks, at, wrong, some)
     assert first == other
-    assert len(first) > (70 if some else 200)
+    assert len(first) > (35 if some else 100)
 
 
 #: Of the cases, those in which a rank refuses its own indices before it communicates.
@@ -166,34 +168,37 @@ OF_SPLIT_INDICES = (
 )
 
 
-def of_split_indices() -> list[tuple[str, str]]:
+def of_split_indices(at: int, wrong: int) -> list[tuple[str, str]]:
     """Return what this rank says of each case, with the index split and one part of it wrong."""
     everywhere, told = flow.placement.all("cpu"), []
-    for at, wrong in ((0, 9), (-1, -9)):
-        for name, function, operands in cases(at, wrong):
-            if name not in OF_SPLIT_INDICES:
-                continue
-            want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
-            for of_values in (None, B, S(0)):
-                ours = []
-                for t in operands:
-                    sbp = of_values if t.is_floating_point() else S(0)
-                    ours.append(
-                        t.clone() if sbp is None else t.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
-                    )
-                try:
-                    function(*ours)
-                    told.append((want, "no error"))
-                except Exception as error:
-                    told.append((want, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
+    for name, function, operands in cases(at, wrong):
+        if name not in OF_SPLIT_INDICES:
+            continue
+        want = said(lambda f=function, ts=operands: f(*[t.clone() for t in ts]))
+        for of_values in (None, B, S(0)):
+            ours = []
+            for t in operands:
+                sbp = of_values if t.is_floating_point() else S(0)
+                ours.append(
+                    t.clone() if sbp is None else t.to_global(everywhere, B).to_global(sbp=sbp)  # type: ignore[attr-defined]
+                )
+            try:
+                function(*ours)
+                told.append((want, "no error"))
+            except Exception as error:
+                told.append((want, f"{type(error).__name__}: {str(error).splitlines()[0]}"))
     return told
 
 
-def test_a_rank_whose_part_of_a_split_index_is_wrong_tells_it_in_numbers_of_the_whole() -> None:
+@pytest.mark.parametrize(("at", "wrong"), [(0, 9), (-1, -9)])
+@pytest.mark.sweep(2)
+def test_a_rank_whose_part_of_a_split_index_is_wrong_tells_it_in_numbers_of_the_whole(
+    at: int, wrong: int
+) -> None:
     """The other rank does not know, and goes on, or gets the same error where indices are
     gathered. Nobody waits."""
-    first, other = run_on(2, of_split_indices)
-    assert len(first) == len(other) == 2 * 3 * len(OF_SPLIT_INDICES)
+    first, other = run_on(2, of_split_indices, at, wrong)
+    assert len(first) == len(other) == 3 * len(OF_SPLIT_INDICES)
     for (want, one), (_, another) in zip(first, other, strict=True):
         assert want in (one, another)
         assert {one, another} <= {want, "no error"}, (want, one, another)
@@ -227,6 +232,7 @@ def of_owner(name: str, at: int, wrong: int, of_values: Any) -> tuple[str, str]:
         if name not in OF_SPLIT_INDICES and not all(t.is_floating_point() for t in operands)
     ],
 )
+@pytest.mark.sweep(2)
 def test_the_owner_of_a_wrong_index_says_what_one_device_says(name: str) -> None:
     """The other rank says the same, or that another rank holds the index, or hears of its end."""
     for (at, wrong), of_values in itertools.product(((0, 9), (-1, -9)), (None, B, S(0))):
@@ -355,6 +361,7 @@ def stack(wrong: float) -> Tensor:
     [((0,), [0, 1], 1), ((1,), [0, 1], 1), ((0, 1), [[0, 1], [2, 3]], 3)],
     ids=["first dim", "second dim", "both"],
 )
+@pytest.mark.sweep(2)
 def test_a_singular_matrix_has_its_number_in_the_whole_stack(
     layout: tuple[int, ...], grid: Any, owner: int
 ) -> None:

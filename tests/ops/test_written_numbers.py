@@ -65,23 +65,27 @@ def refused(dtype: torch.dtype, number: Any) -> list[str]:
 
 
 @pytest.mark.parametrize(("dtype", "number"), REFUSED)
+@pytest.mark.sweep(3)
 def test_a_number_out_of_range_is_refused_on_every_rank(dtype: torch.dtype, number: Any) -> None:
     first, second = run_on(2, refused, dtype, number)
     assert first == second
 
 
-def written() -> None:
-    for dtype, number in ((torch.int64, 1.7), (torch.int8, True), (torch.complex64, 1j)):
-        for sbp in (S(0), S(1), B):
-            for name, write in WRITES.items():
-                x, expected = spread(dtype, sbp), NUMBERS.to(dtype)
-                write(x, number)
-                write(expected, number)
-                assert torch.equal(gather_global_value(x), expected), (dtype, sbp, name)
+def written(dtype: torch.dtype, number: Any) -> None:
+    for sbp in (S(0), S(1), B):
+        for name, write in WRITES.items():
+            x, expected = spread(dtype, sbp), NUMBERS.to(dtype)
+            write(x, number)
+            write(expected, number)
+            assert torch.equal(gather_global_value(x), expected), (dtype, sbp, name)
 
 
-def test_other_numbers_are_written_as_on_one_device() -> None:
-    run_on(2, written)
+@pytest.mark.parametrize(
+    ("dtype", "number"), [(torch.int64, 1.7), (torch.int8, True), (torch.complex64, 1j)]
+)
+@pytest.mark.sweep(2)
+def test_other_numbers_are_written_as_on_one_device(dtype: torch.dtype, number: Any) -> None:
+    run_on(2, written, dtype, number)
 
 
 def objects() -> list[str]:

@@ -605,43 +605,36 @@ def changed(model: nn.Module, **settings: Any) -> Iterator[None]:
         layer.__dict__.update(was)
 
 
-def used_otherwise() -> list[str]:
+def used_otherwise(plan: str) -> list[str]:
     """Check adapters that are turned off, exchanged, used two at a time, and merged."""
     words = torch.randint(0, WORDS, (4, 6), generator=torch.Generator().manual_seed(2))
     everyone, wrong = flow.placement.all("cpu"), []
-    for plan in ("tensor", "sequence", "fsdp"):
-        plain, model = (
-            made("lora", Planned),
-            flow.parallelize(made("lora", Planned), everyone, plan),
-        )
-        given = words.to_global(everyone, B).to_global(sbp=S(0) if plan == "fsdp" else B)  # type: ignore[attr-defined]
+    plain = made("lora", Planned)
+    model = flow.parallelize(made("lora", Planned), everyone, plan)
+    given = words.to_global(everyone, B).to_global(sbp=S(0) if plan == "fsdp" else B)  # type: ignore[attr-defined]
 
-        def same(
-            what: str,
-            plan: str = plan,
-            plain: nn.Module = plain,
-            model: nn.Module = model,
-            given: Any = given,
-        ) -> None:
-            if not torch.allclose(whole(model(given)), plain(words).detach(), rtol=1e-10):
-                wrong.append(f"{plan}, {what}")
+    def same(what: str) -> None:
+        if not torch.allclose(whole(model(given)), plain(words).detach(), rtol=1e-10):
+            wrong.append(f"{plan}, {what}")
 
-        for settings in (
-            {"disabled": True},
-            {"active": ["other"]},
-            {"active": ["default", "other"]},
-        ):
-            with changed(model, **settings), changed(plain, **settings):
-                same(str(settings))
-        for m in (*model.modules(), *plain.modules()):
-            if isinstance(m, Lora):
-                m.merge()
-        same("merged")
+    for settings in (
+        {"disabled": True},
+        {"active": ["other"]},
+        {"active": ["default", "other"]},
+    ):
+        with changed(model, **settings), changed(plain, **settings):
+            same(str(settings))
+    for m in (*model.modules(), *plain.modules()):
+        if isinstance(m, Lora):
+            m.merge()
+    same("merged")
     return wrong
 
 
-def test_adapters_may_be_turned_off_changed_and_merged() -> None:
-    assert run_on(2, used_otherwise) == [[]] * 2
+@pytest.mark.parametrize("plan", ["tensor", "sequence", "fsdp"])
+@pytest.mark.sweep(3)
+def test_adapters_may_be_turned_off_changed_and_merged(plan: str) -> None:
+    assert run_on(2, used_otherwise, plan) == [[]] * 2
 
 
 # ------------------------------------------------------------------------- modules without adapters

@@ -65,9 +65,10 @@ def specs(draw: st.DrawFn) -> Spec:
     return make(tuple(shape), grid(*sizes, first=first), *layout)
 
 
-@settings(max_examples=80, deadline=None)
-@given(specs())
-def test_everything_is_inside_the_frame_and_cells_do_not_overlap(spec: Spec) -> None:
+of_any_spec = given(specs())
+
+
+def check_everything_is_inside_the_frame_and_cells_do_not_overlap(spec: Spec) -> None:
     root = parsed(spec)
     height = number(root, "height")
     assert number(root, "width") == WIDTH <= 400
@@ -90,9 +91,20 @@ def test_everything_is_inside_the_frame_and_cells_do_not_overlap(spec: Spec) -> 
         assert beside or number(other, "y") >= y + number(one, "height") - 0.05
 
 
-@settings(max_examples=80, deadline=None)
-@given(specs())
-def test_each_label_is_inside_its_cell(spec: Spec) -> None:
+@of_any_spec
+@settings(max_examples=30, deadline=None)
+def test_everything_is_inside_the_frame_and_cells_do_not_overlap(spec: Spec) -> None:
+    check_everything_is_inside_the_frame_and_cells_do_not_overlap(spec)
+
+
+@pytest.mark.extended
+@of_any_spec
+@settings(max_examples=120, deadline=None)
+def test_many_drawings_are_inside_the_frame(spec: Spec) -> None:
+    check_everything_is_inside_the_frame_and_cells_do_not_overlap(spec)
+
+
+def check_each_label_is_inside_its_cell(spec: Spec) -> None:
     for group in parsed(spec).iter(f"{SVG}g"):
         cell = next(group.iter(f"{SVG}rect"))
         for text in group.iter(f"{SVG}text"):
@@ -104,9 +116,20 @@ def test_each_label_is_inside_its_cell(spec: Spec) -> None:
             assert number(text, "y") <= number(cell, "y") + number(cell, "height")
 
 
-@settings(max_examples=80, deadline=None)
-@given(specs())
-def test_cells_that_are_not_folded_show_each_element_and_each_rank(spec: Spec) -> None:
+@of_any_spec
+@settings(max_examples=30, deadline=None)
+def test_each_label_is_inside_its_cell(spec: Spec) -> None:
+    check_each_label_is_inside_its_cell(spec)
+
+
+@pytest.mark.extended
+@of_any_spec
+@settings(max_examples=120, deadline=None)
+def test_many_labels_are_inside_their_cells(spec: Spec) -> None:
+    check_each_label_is_inside_its_cell(spec)
+
+
+def check_cells_that_are_not_folded_show_each_element_and_each_rank(spec: Spec) -> None:
     if not spec.numel or spec.placement.size > 64 or any("more" in t for t in texts(spec)):
         return
     shown: dict[int, int] = {}
@@ -127,6 +150,19 @@ def test_cells_that_are_not_folded_show_each_element_and_each_rank(spec: Spec) -
     if whole:
         holding = {r for r in spec.placement.flat if math.prod(spec.local_shape(r))}
         assert set(shown) == holding
+
+
+@of_any_spec
+@settings(max_examples=30, deadline=None)
+def test_cells_that_are_not_folded_show_each_element_and_each_rank(spec: Spec) -> None:
+    check_cells_that_are_not_folded_show_each_element_and_each_rank(spec)
+
+
+@pytest.mark.extended
+@of_any_spec
+@settings(max_examples=120, deadline=None)
+def test_many_cells_show_each_element_and_each_rank(spec: Spec) -> None:
+    check_cells_that_are_not_folded_show_each_element_and_each_rank(spec)
 
 
 def test_an_uneven_split_is_drawn_to_scale() -> None:

@@ -362,20 +362,18 @@ def library_optimizer(folder: str) -> Any:
     return module.Optimizer
 
 
-def train_by_a_library(start: None) -> list[float]:
+def train_by_a_library(plan: str) -> float:
     kind = library_optimizer(sysconfig.get_path("purelib"))
     wanted = trained("by_function", None, kind)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return [
-            differs(trained("by_module", plan, kind, backend="eager"), wanted)
-            for plan in ("data", "fsdp", "tensor")
-        ]
+        return differs(trained("by_module", plan, kind, backend="eager"), wanted)
 
 
-def test_optimizers_of_libraries_that_compile_their_step() -> None:
-    for found in run_on(2, quietly, train_by_a_library):
-        assert max(found) <= 1e-12
+@pytest.mark.parametrize("plan", ["tensor", "data", "fsdp"])
+@pytest.mark.sweep(3)
+def test_optimizers_of_libraries_that_compile_their_step(plan: str) -> None:
+    assert max(run_on(2, quietly, train_by_a_library, plan)) <= 1e-12
 
 
 def whole_graphs(start: None) -> dict[str, str]:
@@ -521,6 +519,7 @@ def test_compiled_autograd_leaves_global_gradients_alone() -> None:
     assert max(run_on(2, compiled_autograd, None)) <= 1e-12
 
 
+@pytest.mark.extended  # test_importing_prints_nothing_and_starts_nothing asks for it too
 def test_importing_does_not_import_the_compiler() -> None:
     program = (
         "import sys, globaltensor; assert 'torch._dynamo' not in sys.modules and "

@@ -128,12 +128,15 @@ def answers(
     return out
 
 
-def on_ranks(shape: tuple[int, ...], dims: list[int | None]) -> list[dict[str, Any]]:
+def on_ranks(
+    shape: tuple[int, ...], dims: list[int | None], programs: tuple[str, ...]
+) -> list[dict[str, Any]]:
     where = flow.placement.all("cpu")
     return [
         answers(
             shape,
             lambda t, dim=dim: t.to_global(where, B).to_global(sbp=B if dim is None else S(dim)),
+            programs,
         )
         for dim in dims
     ]  # type: ignore[misc, attr-defined]
@@ -167,12 +170,18 @@ ABOUT_MEMORY = (
 )
 
 
+#: Each part has every eighth program. One case in 22 is of three shapes, each with another part.
+PARTS = 8
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.sweep(len(SHAPES))
-def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...]) -> None:
+@pytest.mark.sweep(22)
+def test_ranks_answer_alike_and_as_one_device(shape: tuple[int, ...], part: int) -> None:
     dims: list[int | None] = [None, *range(len(shape))]
-    first, second = run_on(2, on_ranks, shape, dims, timeout=120)
-    want = answers(shape, lambda t: t)
+    programs = tuple(PROGRAMS)[part::PARTS]
+    first, second = run_on(2, on_ranks, shape, dims, programs, timeout=120)
+    want = answers(shape, lambda t: t, programs)
     for dim, got, other in zip(dims, first, second, strict=True):
         assert got == other
         for asked, answer in got.items():
@@ -320,6 +329,7 @@ def written_on_ranks(shape: tuple[int, ...]) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (4, 3), (3, 3)], ids=str)
+@pytest.mark.sweep(2)
 def test_what_is_written_into_such_views_is_shared_as_on_one_device(shape: tuple[int, ...]) -> None:
     want = written(data(shape))
     for results in run_on(2, written_on_ranks, shape):
@@ -428,11 +438,15 @@ def own_shape_layouts(axes: int) -> list[list[Any]]:
     return [[a] if axes == 1 else [a, b] for a in kinds for b in (kinds if axes == 2 else (B,))]
 
 
-def views_in_own_shape(axes: int) -> list[Any]:
-    """Return, for each layout of a leaf, what a hook on it and writes into its views give."""
+#: Every third layout of two axes has every entry on both.
+PARTS_OF_LAYOUTS = 3
+
+
+def views_in_own_shape(axes: int, part: int) -> list[Any]:
+    """Return, for some layouts of a leaf, what a hook on it and writes into its views give."""
     ranks: Any = [0, 1] if axes == 1 else [[0, 1], [2, 3]]
     where, out = flow.placement("cpu", ranks), []
-    for sbp in own_shape_layouts(axes):
+    for sbp in own_shape_layouts(axes)[part::PARTS_OF_LAYOUTS]:
         for shape in own_shapes(axes):
             # a detached tensor has an alias, so that its memory order is not laid anew
             x: Any = data(shape).to_global(where, [B] * axes).to_global(sbp=sbp).detach()  # type: ignore[attr-defined]
@@ -451,12 +465,14 @@ def views_in_own_shape(axes: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("axes", [1, 2])
-def test_a_view_in_the_same_shape_is_a_view_of_the_local_tensor(axes: int) -> None:
+@pytest.mark.parametrize("part", range(PARTS_OF_LAYOUTS))
+@pytest.mark.sweep(PARTS_OF_LAYOUTS, kind=lambda axes, part: axes)
+def test_a_view_in_the_same_shape_is_a_view_of_the_local_tensor(axes: int, part: int) -> None:
     want: list[Any] = []
-    for _ in own_shape_layouts(axes):
+    for _ in own_shape_layouts(axes)[part::PARTS_OF_LAYOUTS]:
         for shape in own_shapes(axes):
             want += [(data(shape) + 4).tolist(), [2.0 * torch.Size(shape).numel()]]
-    assert run_on(2 * axes, views_in_own_shape, axes) == [want] * 2 * axes
+    assert run_on(2 * axes, views_in_own_shape, axes, part) == [want] * 2 * axes
 
 
 LIKES: dict[str, Callable[[Any], Any]] = {
@@ -478,36 +494,42 @@ LIKE_WHAT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def made_like(make: Callable[..., Any]) -> list[Any]:
+#: Every seventh case has every shape, function and view.
+PARTS_OF_LIKES = 7
+
+
+def made_like(make: Callable[..., Any], part: int) -> list[Any]:
     """Return the strides of new tensors like a view, and the random numbers in them."""
     out = []
-    for shape in ((5, 3), (3, 2), (4, 2)):
-        for like in LIKES.values():
-            for what in LIKE_WHAT.values():
-                x = what(make(*shape))
-                torch.manual_seed(3)
-                y = like(x)
-                numbers = y.numpy().tolist() if like is not torch.empty_like else None
-                # the stride of a dim of size 1 says nothing
-                strides = [s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
-                out.append((strides, y.is_contiguous(), numbers))
+    cases = itertools.product(((5, 3), (3, 2), (4, 2)), LIKES.values(), LIKE_WHAT.values())
+    for shape, like, what in itertools.islice(cases, part, None, PARTS_OF_LIKES):
+        x = what(make(*shape))
+        torch.manual_seed(3)
+        y = like(x)
+        numbers = y.numpy().tolist() if like is not torch.empty_like else None
+        # the stride of a dim of size 1 says nothing
+        strides = [s for s, n in zip(y.stride(), y.shape, strict=True) if n > 1]
+        out.append((strides, y.is_contiguous(), numbers))
     return out
 
 
-def made_like_on_ranks() -> list[list[Any]]:
+def made_like_on_ranks(part: int) -> list[list[Any]]:
     placement = flow.placement.all("cpu")
     return [
         made_like(
-            lambda *shape, sbp=sbp: torch.zeros(shape).to_global(placement, B).to_global(sbp=sbp)
+            lambda *shape, sbp=sbp: torch.zeros(shape).to_global(placement, B).to_global(sbp=sbp),
+            part,
         )  # type: ignore[attr-defined]
         for sbp in (B, S(0), S(1))
     ]
 
 
-def test_a_tensor_made_like_another_has_its_memory_order() -> None:
+@pytest.mark.parametrize("part", range(PARTS_OF_LIKES))
+@pytest.mark.sweep(PARTS_OF_LIKES)
+def test_a_tensor_made_like_another_has_its_memory_order(part: int) -> None:
     """Random numbers are drawn in memory order, so they depend on it too."""
-    want = made_like(lambda *shape: torch.zeros(shape))
-    for found in run_on(2, made_like_on_ranks):
+    want = made_like(lambda *shape: torch.zeros(shape), part)
+    for found in run_on(2, made_like_on_ranks, part):
         assert found == [want] * 3
 
 
