@@ -359,6 +359,7 @@ except ChildProcessError:
     pass
 else:
     raise AssertionError("processes were started")
+assert not {"torch._dynamo", "torch._inductor"} & set(sys.modules), "the compiler was imported"
 assert "globaltensor.distributed.launch" not in sys.modules, "python -m globaltensor.distributed.launch would warn"
 """  # noqa: E501
     # The world of two does not exist, so starting it at import would fail or hang.

@@ -133,6 +133,7 @@ assert sched.third == 3
     run_alone(program, warm_python())
 
 
+@pytest.mark.extended  # the test of the whole table looks at every change that is undone
 def test_undoing_all_leaves_torch_as_it_was() -> None:
     program = """
 import torch

@@ -7,13 +7,13 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from support.launched import Launched, alive, end, nobody_left, within, write_script
+from support.warm_python import warm_python
 
 from globaltensor.distributed.launch import main, reserved_port
 from globaltensor.distributed.launcher.workers import LocalWorkers, Rank
@@ -303,7 +303,7 @@ def test_a_program_that_cannot_run(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_the_command_line_shows_its_options() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "globaltensor", "launch", "-h"],
+        [warm_python(), "-m", "globaltensor", "launch", "-h"],
         capture_output=True,
         text=True,
         timeout=60,

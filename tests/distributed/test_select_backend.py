@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.mpi import environment, needs_mpi
 from support.program import run
+from support.warm_python import warm_python
 
 import globaltensor as flow
 from globaltensor.distributed.backends.select import (
@@ -202,7 +203,7 @@ dist.destroy_process_group()
 @needs_mpi
 def test_torch_knows_it_by_its_name() -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", RESERVED],
+        [warm_python(), "-W", "error", "-c", RESERVED],
         env=environment(),
         capture_output=True,
         text=True,

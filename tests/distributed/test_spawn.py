@@ -234,6 +234,7 @@ def work():
 """
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_the_failing_rank_s_exception_is_raised_here_and_the_others_end(mark: Path) -> None:
     names = cell(FAILS)
     began = time.monotonic()

@@ -339,7 +339,7 @@ def test_every_check_is_a_line_and_the_same_as_data(capsys: pytest.CaptureFixtur
     assert any(a for a in values["network"]["interfaces"].values())
 
 
-@pytest.mark.usefixtures("alone")
+@pytest.mark.usefixtures("alone", "warm_ranks")
 def test_two_ranks_talk_and_nothing_is_left(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
