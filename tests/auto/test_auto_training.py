@@ -389,9 +389,9 @@ def test_a_model_with_experts() -> None:
     """A model with experts trains by its plan. Which tokens go to which experts depends on values,
     but the tokens' layout does not."""
     pytest.importorskip("transformers")
-    from test_parallelize import FAMILIES, build
+    from test_parallelize import FAMILIES, of_depth
 
-    model, batch = build("mixtral"), FAMILIES["mixtral"][3](4)
+    model, batch = of_depth("mixtral", 1), FAMILIES["mixtral"][3](4)
     plan = flow.auto.plan(model, (), "dgx-h100", kwargs=batch, mesh=(4,))
     assert any(call.function == "moe_experts" for call in plan.calls)
     assert not any("forward" in part.__dict__ for part in model.modules())  # the model is unchanged

@@ -133,6 +133,7 @@ def check_prices(f: SearchResult) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds())
+@pytest.mark.sweep(2)
 def test_no_other_way_that_a_plan_prices_beats_it(seed: int) -> None:
     case = drawn(seed)
     free = found(case)
@@ -146,6 +147,7 @@ def test_no_other_way_that_a_plan_prices_beats_it(seed: int) -> None:
 
 @pytest.mark.parametrize("rows", [4, 8, 64, 512, 4096])
 @pytest.mark.parametrize("name", ["dgx-h100", "dgx-a100", "pcie-a100"])
+@pytest.mark.sweep(4)
 def test_the_showcase_says_one_thing(name: str, rows: int) -> None:
     """The report agrees with itself. With 4, 8 and 4096 rows, another layout of the first weight
     was once reported as better. With 512 rows, rounding kept the plan from being optimal."""
@@ -290,6 +292,7 @@ def test_the_least_larger_sum(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds())
+@pytest.mark.sweep(2)
 def test_no_plan_called_optimal_is_beaten_by_any_choice(seed: int) -> None:
     case = drawn(seed)
     f = search(case.calls, case.cluster, case.mesh, Options(), compared=False)
@@ -304,6 +307,7 @@ def test_no_plan_called_optimal_is_beaten_by_any_choice(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", seeds())
+@pytest.mark.sweep(2)
 def test_no_plan_within_memory_is_beaten_by_any_that_fits(seed: int) -> None:
     case = tiny(seed)
     f = within_a_limit(case, found(case))

@@ -364,6 +364,7 @@ def test_log_and_ban() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("placement", [Placement("cpu", [0, 1]), GRID], ids=["line", "grid"])
+@pytest.mark.sweep(2)
 def test_results_can_be_written_to(placement: Placement) -> None:
     specs = [
         Spec.make((5, 3), torch.float64, placement, layout)

@@ -135,7 +135,7 @@ SOON = (
     ],
 )
 @pytest.mark.parametrize("alone", ["print(x)", "y = x.to_global(sbp=B)"])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
     tmp_path: Path, alone: str, barrier: str
 ) -> None:
@@ -176,7 +176,7 @@ if flow.env.get_rank() == 0:
 @pytest.mark.parametrize(
     ("some", "shared"), [({0}, "0"), ({0, 1}, "0"), ({1, 2, 3}, "0"), ({0, 1}, "1")], ids=str
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_ranks_in_a_barrier_and_in_an_operation_of_four_are_told(
     tmp_path: Path, some: set[int], shared: str
 ) -> None:
@@ -202,6 +202,7 @@ total = x.sum().item()
 
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+@pytest.mark.sweep(2)
 def test_operations_that_wait_for_each_other_in_a_circle_are_told(
     tmp_path: Path, shared: str
 ) -> None:
@@ -230,12 +231,13 @@ for step in range(3):
 @pytest.mark.parametrize(
     ("shared", "backend"),
     [
-        ("1", "gloo"),
         ("0", "gloo"),
+        ("1", "gloo"),
         pytest.param("1", "mpi", marks=[needs_mpi, pytest.mark.extended]),
     ],
-    ids=["shared memory", "gloo", "mpi"],
+    ids=["gloo", "shared memory", "mpi"],
 )
+@pytest.mark.sweep(3)
 def test_ranks_that_wait_for_each_other_in_two_groups_are_told(
     tmp_path: Path, shared: str, backend: str
 ) -> None:
@@ -272,6 +274,7 @@ for group in (None, pair):
 
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
+@pytest.mark.sweep(2)
 def test_ranks_that_come_late_to_a_barrier_are_waited_for(tmp_path: Path, shared: str) -> None:
     assert launched(tmp_path, LATE_AT_BARRIERS, GLOBALTENSOR_SHARED_MEMORY=shared) == (0, "")
 
@@ -339,6 +342,7 @@ for step in range(100):
 
 @pytest.mark.parametrize("after", ["", "for _ in range(9):\n    x.sum().item()\n"])
 @pytest.mark.parametrize("shared", ["1", "0"])
+@pytest.mark.sweep(3)
 def test_a_plain_tensor_that_differs_late_and_once_is_told(
     tmp_path: Path, shared: str, after: str
 ) -> None:
@@ -415,7 +419,9 @@ def test_without_a_seed_all_ranks_draw_the_first_ones_numbers(tmp_path: Path) ->
     functions = "".join(map(inspect.getsource, (line, unseeded)))
     script = tmp_path / "train.py"
     script.write_text(f"{UNSEEDED}{functions}print(unseeded())\n")
-    with Launched(tmp_path, "--nproc_per_node", 2, script, OMP_NUM_THREADS="1") as running:
+    with Launched(
+        tmp_path, "--nproc_per_node", 2, script, warm=True, OMP_NUM_THREADS="1"
+    ) as running:
         assert running.code() == 0, running.err
     first, second = sorted(
         re.sub(r"^\[\w+\]:", "", each) for each in running.out.strip().splitlines()
@@ -495,7 +501,12 @@ OTHER_STEPS = {
 }
 
 
+def kind_of_step(what: str) -> str:
+    return next(word for word in ("closure", "stage", "scale", "of") if word in what)
+
+
 @pytest.mark.parametrize("what", OTHER_STEPS)
+@pytest.mark.sweep(3, kind=kind_of_step)
 def test_optimizer_steps_that_differ_on_one_rank_are_told(tmp_path: Path, what: str) -> None:
     program, ranks = OTHER_STEPS[what]
     code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = True{program}", ranks=ranks)
@@ -549,7 +560,7 @@ for _ in range(3):
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
 @pytest.mark.parametrize("what", RIGHT)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_programs_whose_ranks_are_late_or_differ_rightly_are_run(
     tmp_path: Path, what: str, shared: str
 ) -> None:

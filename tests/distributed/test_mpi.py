@@ -150,6 +150,7 @@ def _reduce_all(ranks: tuple[int, ...], sizes: list[int]) -> int:
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=str)
+@pytest.mark.sweep(2)
 def test_reductions_of_every_dtype(ranks: tuple[int, ...]) -> None:
     assert max(run_by_mpi(2, _reduce_all, ranks, [0, 1, 5])) > 100
 

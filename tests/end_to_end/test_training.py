@@ -413,6 +413,7 @@ def test_uneven_vocabularies(vocabulary: int, mode: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adamw fused"])
 @pytest.mark.parametrize("mode", ["fsdp", "tensor"])
+@pytest.mark.sweep(3)
 def test_optimizers(optimizer: str, mode: str) -> None:
     equal("gpt", "2", mode, optimizer=optimizer)
 

@@ -279,7 +279,7 @@ def on_ranks(name: str, ranks: Any, plan: str, sbp: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_models_of_torch_on_split_data(name: str) -> None:
     simulate(2, on_ranks, name, [0, 1], "data", [S(0)], timeout=60.0)
 

@@ -236,6 +236,7 @@ def twice(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("step", [clipped_norm, clipped_values, edited, penalised, hooked, twice])
+@pytest.mark.sweep(2)
 def test_gradients_in_build(step: Callable[..., Any]) -> None:
     looped(OPTIMIZERS["SGD"], None, step)
     simulate(2, looped, OPTIMIZERS["SGD"], None, step, True, timeout=30.0)

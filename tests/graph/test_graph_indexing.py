@@ -67,7 +67,7 @@ def one_row(x: Any, v: Any, i: Any, j: Any) -> Any:
         (GRID, [S(0), S(0)]),
     ],
 )
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(8)
 def test_writing_into_split_dims(write: Callable[..., Any], where: Any, sbp: Any) -> None:
     def step(x: Any, v: Any, i: Any, j: Any) -> Any:
         with torch.enable_grad():

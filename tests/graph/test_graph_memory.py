@@ -175,6 +175,7 @@ def _activations(name: str, stages: list[list[int]], micros: int) -> int:
 @pytest.mark.parametrize(
     ("name", "promised"), [("gpipe", (6, 6, 6, 6)), ("1f1b", (4, 3, 2, 1)), ("zb-h1", None)]
 )
+@pytest.mark.sweep(2)
 def test_stages_keep_what_the_schedule_promises(
     name: str, promised: tuple[int, ...] | None
 ) -> None:

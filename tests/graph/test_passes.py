@@ -298,7 +298,7 @@ def sums(kind: str) -> Loss:
     "kind", ["plain", "difference", "scaled", "shapes", "views", "alpha", "three"]
 )
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_sums_of_what_is_boxed_alike_are_boxed_once(kind: str, ranks: int) -> None:
     def body() -> None:
         _, graph = both(Weights, sums(kind), column(4, 6))
@@ -349,6 +349,7 @@ def apart(sbp: Any) -> Loss:
     ],
 )
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.sweep(4)
 def test_boxings_that_wait_for_none_of_each_other_go_as_one(
     sbp: Any, kind: str, back: str, ranks: int
 ) -> None:
@@ -364,6 +365,7 @@ def test_boxings_that_wait_for_none_of_each_other_go_as_one(
 
 @pytest.mark.parametrize("shape", [(5, 4), (1, 4), (3, 0)])
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.sweep(4)
 def test_gathers_of_uneven_and_empty_parts_go_as_one(shape: tuple[int, int], ranks: int) -> None:
     def make() -> nn.Module:
         m = nn.Module()

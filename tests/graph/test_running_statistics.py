@@ -46,6 +46,7 @@ NORMS = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
+@pytest.mark.sweep(2)
 def test_statistics_are_kept(norm: Any) -> None:
     plain = model_of(norm())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -387,6 +387,7 @@ def test_what_hooks_must_not_do() -> None:
 
 
 @pytest.mark.parametrize("table", list(TABLES))
+@pytest.mark.sweep(2)
 def test_an_optimizer_for_each_parameter_in_backward(table: str) -> None:
     """torch's recipe works: step and drop each gradient as soon as it is available."""
 
@@ -816,7 +817,7 @@ def _twice(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(SMOOTH))
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_derivatives_of_derivatives(name: str) -> None:
     simulate(2, _twice, name, timeout=20.0)
     if name in ("matmul", "softmax", "layer_norm", "cross_entropy"):
@@ -1115,9 +1116,15 @@ def test_no_hook_no_traffic() -> None:
     assert sent[0] == sent[1] > 0
 
 
-def on_processes() -> None:
-    BODIES.run()
+#: Each part has every third body. All bodies also run on simulated ranks.
+PARTS_ON_PROCESSES = 3
 
 
-def test_on_processes() -> None:
-    run_on(2, on_processes)
+def on_processes(part: int) -> None:
+    BODIES.run(part, PARTS_ON_PROCESSES)
+
+
+@pytest.mark.parametrize("part", range(PARTS_ON_PROCESSES))
+@pytest.mark.sweep(PARTS_ON_PROCESSES)
+def test_on_processes(part: int) -> None:
+    run_on(2, on_processes, part)

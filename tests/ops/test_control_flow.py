@@ -43,6 +43,7 @@ def on_ranks(dim: int) -> tuple[list[Any], bool]:
 
 
 @pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.sweep(2)
 def test_branches_and_loops_equal_one_device(dim: int) -> None:
     found, same = branches(*values())
     want = [t.detach().tolist() for t in found], same

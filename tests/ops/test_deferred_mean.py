@@ -249,7 +249,7 @@ def run(use: Uses, kept: str, shape: tuple[int, ...], rides: bool) -> None:
 
 @pytest.mark.parametrize("kept", ["all", "some", "none"])
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_as_on_one_device(use: Uses, kept: str) -> None:
     for shape in ((4,), (2, 2)):
         for rides in (False, True):

@@ -171,6 +171,7 @@ def as_plain(ranks: Any, beside: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "with others"])
+@pytest.mark.sweep(2)
 def test_every_mix_of_layouts(beside: bool) -> None:
     simulate(2, as_plain, [0, 1], beside, timeout=60.0)
 

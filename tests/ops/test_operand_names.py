@@ -75,7 +75,7 @@ def compare(names: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_operands_by_name_may_have_any_order(name: str) -> None:
     run_on(2, compare, [name])
 

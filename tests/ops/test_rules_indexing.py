@@ -131,7 +131,7 @@ WRITES: list[tuple[str, tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -139,7 +139,7 @@ def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) ->
 
 
 @pytest.mark.parametrize("args", [row[1] for row in WRITES], ids=[row[0] for row in WRITES])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_writes(args: tuple[Any, ...]) -> None:
     assert check(put, *args, most=40, inplace=True)
 
@@ -180,6 +180,7 @@ INPLACE: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in INPLACE], ids=[row[0] for row in INPLACE]
 )
+@pytest.mark.sweep(2)
 def test_in_place(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     assert check(function, *args, most=40, inplace=True)
 
@@ -209,7 +210,7 @@ LISTS: list[Any] = [
 
 
 @pytest.mark.parametrize("index", LISTS, ids=spelled)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_lists_index_as_torch_has_it(index: Any) -> None:
     def read_and_write(x: Any) -> Any:
         y = x * 1
@@ -235,6 +236,7 @@ def test_lists_index_as_torch_has_it(index: Any) -> None:
     ],
     ids=spelled,
 )
+@pytest.mark.sweep(3)
 def test_a_bool_is_a_mask_of_a_new_dim(index: Any) -> None:
     def read_and_write(x: Any) -> Any:
         y = x * 1

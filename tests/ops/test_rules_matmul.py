@@ -98,12 +98,13 @@ def test_keywords() -> None:
 
 
 @pytest.mark.parametrize("row", FOURIER, ids=name)
+@pytest.mark.sweep(2)
 def test_transforms(row: tuple[Any, ...]) -> None:
     compare(lambda *a: row[0](*a).abs(), *row[1:])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)
 

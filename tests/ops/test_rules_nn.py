@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.device import DEVICE
-from support.everywhere import compare, full
+from support.everywhere import GRIDS, compare, full
 from support.oracle import check
 from support.pool import run_on
 
@@ -151,18 +152,19 @@ def _checked(row: tuple[Any, ...]) -> None:
 
 
 @pytest.mark.parametrize("row", NORMS + LAYERS, ids=name)
+@pytest.mark.sweep(2)
 def test_every_signature_of_layers(row: tuple[Any, ...]) -> None:
     _checked(row)
 
 
 @pytest.mark.parametrize("row", SPACE, ids=name)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_every_signature_in_space(row: tuple[Any, ...]) -> None:
     _checked(row)
 
 
 @pytest.mark.parametrize("row", LOSSES, ids=name)
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(5)
 def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # PyTorch warns of deprecated arguments
@@ -172,6 +174,7 @@ def test_every_signature_of_losses(row: tuple[Any, ...]) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(not WEIGHTED, reason="this torch's l1_loss has no weight")
 @pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
+@pytest.mark.sweep(3)
 def test_what_torch_forgets_on_the_way_is_not_lost(reduction: str) -> None:
     """Some torch functions drop an argument before they dispatch the call; the argument still has
     its effect."""
@@ -260,7 +263,7 @@ def test_a_wrong_call_is_refused_in_the_words_of_torch(row: tuple[Any, ...]) -> 
 
 
 @pytest.mark.parametrize("row", NORMS + LAYERS + SPACE + LOSSES, ids=name)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], grids=((3,), (2, 2)), draws=2, fallback=any(row is r for r in LOSSES))
 
@@ -272,7 +275,7 @@ def constant(function: Any, *which: int) -> Any:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("function", [F.nll_loss, F.cross_entropy])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_bytes_as_classes(function: Any, reduction: str) -> None:
     classes = torch.tensor([3, 0, 1, 1, 2], dtype=torch.uint8)
     compare(
@@ -314,7 +317,9 @@ def test_operands_without_gradient() -> None:
 
 
 @pytest.mark.long
-def test_batch_norm_follows_the_whole_batch() -> None:
+@pytest.mark.parametrize("grid", GRIDS[::-1], ids=str)
+@pytest.mark.sweep(3)
+def test_batch_norm_follows_the_whole_batch(grid: tuple[int, ...]) -> None:
     def run(value: torch.Tensor) -> tuple[torch.Tensor, ...]:
         layer = torch.nn.BatchNorm2d(3, dtype=torch.float64)
         if value.is_global:
@@ -325,8 +330,8 @@ def test_batch_norm_follows_the_whole_batch() -> None:
         layer.eval()
         return out, layer(value), layer.running_mean, layer.running_var
 
-    compare(run, x(5, 3, 2, 2))
-    compare(run, x(0, 3, 2, 2))
+    compare(run, x(5, 3, 2, 2), grids=[grid])
+    compare(run, x(0, 3, 2, 2), grids=[grid])
 
 
 @pytest.mark.extended
@@ -351,14 +356,26 @@ def test_fractional_pools_of_given_samples() -> None:
                 )
 
 
+GROUPS: dict[str, Callable[[], None]] = {
+    "groups": lambda: check(A, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2), enable_gqa=True),
+    "causal": lambda: check(A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), is_causal=True),
+    "groups on ranks": lambda: compare(
+        partial(A, enable_gqa=True), x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2)
+    ),
+    "causal on ranks": lambda: compare(
+        partial(A, is_causal=True), x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2)
+    ),
+    "groups with a mask": lambda: check(
+        A, x(2, 6, 3, 2), x(2, 3, 5, 2), x(2, 3, 5, 2), x(1, 6, 3, 5), enable_gqa=True, most=25
+    ),
+}
+
+
 @pytest.mark.long
-def test_attention_of_groups() -> None:
-    gqa = partial(A, enable_gqa=True)
-    check(A, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2), enable_gqa=True)
-    check(A, x(2, 6, 3, 2), x(2, 3, 5, 2), x(2, 3, 5, 2), x(1, 6, 3, 5), enable_gqa=True, most=25)
-    check(A, x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2), is_causal=True)
-    compare(gqa, x(2, 4, 6, 2), x(2, 2, 6, 2), x(2, 2, 6, 2))
-    compare(partial(A, is_causal=True), x(2, 3, 6, 2), x(2, 3, 6, 2), x(2, 3, 6, 2))
+@pytest.mark.parametrize("compared", GROUPS.values(), ids=GROUPS)
+@pytest.mark.sweep(2)
+def test_attention_of_groups(compared: Callable[[], None]) -> None:
+    compared()
 
 
 N = torch.nn
@@ -401,6 +418,7 @@ def test_modules(row: tuple[Any, ...]) -> None:
 
 @pytest.mark.parametrize("batch_first", [True, False])
 @pytest.mark.parametrize("layer", [N.LSTM, N.GRU])
+@pytest.mark.sweep(3)
 def test_packed_sequences(layer: Any, batch_first: bool) -> None:
     """Sequences with global lengths in any order are packed, run and padded again."""
     torch.manual_seed(1)
@@ -466,6 +484,7 @@ CURVED: list[tuple[str, Any]] = [
 
 
 @pytest.mark.parametrize("row", CURVED, ids=lambda row: row[0])
+@pytest.mark.sweep(2)
 def test_gradient_of_the_gradient(row: Any) -> None:
     def run(value: torch.Tensor) -> torch.Tensor:
         (slope,) = torch.autograd.grad(row[1](value), value, create_graph=True)
@@ -490,6 +509,7 @@ FEW: list[tuple[Any, ...]] = [
 
 
 @pytest.mark.parametrize("row", FEW, ids=name)
+@pytest.mark.sweep(2)
 def test_gradient_of_the_gradient_where_a_rank_has_nothing(row: Any) -> None:
     """All ranks must build the same backward graph, or some ranks wait for others."""
     function, *args = row

@@ -85,13 +85,13 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(8)
 def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:])
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_on_global_tensors(row: tuple[Any, ...]) -> None:
     compare(row[0], *row[1:], draws=4)
 

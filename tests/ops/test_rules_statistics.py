@@ -68,7 +68,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)
 def test_equals_torch_and_stays_apart(name: str) -> None:
     function, operands = CALLS[name]
     compare(function, *operands, draws=5)
@@ -76,6 +76,7 @@ def test_equals_torch_and_stays_apart(name: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("tuples", [False, True])
+@pytest.mark.sweep(4)
 def test_ctc_loss(reduction: str, tuples: bool) -> None:
     inputs, targets = [6, 5, 6], [2, 3, 1]
     lengths = (inputs, targets) if tuples else (torch.tensor(inputs), torch.tensor(targets))
@@ -90,7 +91,7 @@ def test_ctc_loss(reduction: str, tuples: bool) -> None:
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_head_and_loss_in_chunks(reduction: str, weighted: bool) -> None:
     options_of = getattr(torch.nn.functional, "LinearCrossEntropyOptions", None) or getattr(
         torch.nn, "LinearCrossEntropyOptions", None

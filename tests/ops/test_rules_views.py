@@ -124,7 +124,7 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(8)
 def test_every_signature(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -239,7 +239,7 @@ ALONG: list[tuple[str, Callable[[T], T], int]] = [
 
 
 @pytest.mark.parametrize(("name", "run", "most"), ALONG, ids=[row[0] for row in ALONG])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
     name: str, run: Callable[[T], T], most: int
 ) -> None:

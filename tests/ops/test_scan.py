@@ -215,6 +215,7 @@ SMOOTH = [
 
 
 @pytest.mark.parametrize("row", SMOOTH, ids=name)
+@pytest.mark.sweep(2)
 def test_gradients_of_gradients(row: tuple[Any, ...]) -> None:
     with use_cluster(Cluster(launch=0.0, latency=0.0)):
         simulate(2, twice, *row, [S(0)], (2,))
@@ -271,6 +272,7 @@ FORWARD, BACKWARD = ["all_gather"], ["reduce_scatter"]
     ],
     ids=spelled,
 )  # fmt: skip
+@pytest.mark.sweep(2)
 def test_a_total_of_each_part_is_all_that_moves(
     function: Any, sbp: str, forward: list[str], rows: int, backward: list[str]
 ) -> None:
@@ -338,6 +340,7 @@ def test_the_exchange_of_a_double_backward_is_named() -> None:
 @pytest.mark.parametrize(
     "function", [partial(torch.kthvalue, k=77, dim=0), partial(torch.median, dim=0)], ids=spelled
 )
+@pytest.mark.sweep(2)
 def test_one_place_in_the_order_moves_counts_only(function: Any) -> None:
     for short, kinds, nbytes in simulate(4, sort_traffic, 1 << 20, function, 0):
         assert (short, kinds) == ("B", ["all_gather"] * 2)

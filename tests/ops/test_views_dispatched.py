@@ -133,7 +133,7 @@ ROWS: list[tuple[str, Callable[..., Any], tuple[Any, ...]]] = [
 @pytest.mark.parametrize(
     ("function", "args"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS]
 )
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)
 def test_against_plain_torch(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     compare(function, *args, draws=4)
 

@@ -63,6 +63,7 @@ def by_formula(
 
 @pytest.mark.parametrize("start", [1.0, 0.0], ids=["", "from nothing"])
 @pytest.mark.parametrize("number", range(len(OPTIONS)))
+@pytest.mark.sweep(3)
 def test_lamb(number: int, start: float) -> None:
     options, draw = OPTIONS[number], np.random.default_rng(0)
     value, grads = (

@@ -147,6 +147,7 @@ BEFORE_BACKWARD: dict[str, Callable[[optim.Optimizer, list[torch.Tensor]], Any]]
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "split"])
 @pytest.mark.parametrize("change", [*AFTER_BACKWARD, *BEFORE_BACKWARD])
+@pytest.mark.sweep(3)
 def test_a_change_between_steps(change: str, shared: bool) -> None:
     """A step that finds everything as the previous step left it reads only the gradients."""
     before = BEFORE_BACKWARD.get(change, AFTER_BACKWARD["nothing"])
@@ -203,6 +204,7 @@ def test_a_change_between_steps(change: str, shared: bool) -> None:
 
 @pytest.mark.parametrize("how", ["plainly", "with a closure", "in a loop"])
 @pytest.mark.parametrize("make", [optim.SGD, optim.AdamW, optim.Adagrad, optim.Rprop, optim.NAdam])
+@pytest.mark.sweep(2)
 def test_parameters_that_lie_as_sums(make: Any, how: str) -> None:
     """An optimizer step on summands is not a step on their sum. So a partial parameter is stepped
     in full and then gets its layout back."""

@@ -77,6 +77,7 @@ def resumed(name: str, file: str, plain: bool) -> list[list[list[float]]]:
 
 @pytest.mark.parametrize("plain", [False, True], ids=["on one rank", "plain"])
 @pytest.mark.parametrize("name", list(OPTIMIZERS))
+@pytest.mark.sweep(3)
 def test_state_of_another_shape_goes_to_the_ranks_of_its_parameter(
     name: str, plain: bool, ranks: Callable[..., list[Any]], tmp_path: Path
 ) -> None:

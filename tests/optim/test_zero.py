@@ -292,6 +292,7 @@ def _seen(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("then", [0, 1, 2, 3])
+@pytest.mark.sweep(5)
 def test_state_goes_on_in_another_stage(stage: int, then: int) -> None:
     simulate(3, _goes_on, stage, then, timeout=20.0)
 
@@ -324,6 +325,7 @@ def _goes_on(stage: int, then: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sweep(2)
 def test_closures_hooks_scalers_and_accumulation(stage: int) -> None:
     simulate(2, _ways, stage, timeout=20.0)
 
@@ -554,6 +556,7 @@ def test_bytes_fall_as_zero_says(n: int) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.sweep(2)
 def test_traffic(stage: int) -> None:
     simulate(2, _traffic, stage, timeout=20.0)
 
@@ -770,7 +773,8 @@ def _on_processes(stage: int) -> None:
     _equal("adamw", [0, 1], stage)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [3, 1, 2])
+@pytest.mark.sweep(3)
 def test_on_processes(stage: int) -> None:
     run_on(2, _on_processes, stage)
 

@@ -140,6 +140,7 @@ def square(out: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.sweep(3)
 def test_a_module_of_ones_own(way: str) -> None:
     plan, ranks, sbp = WAYS[way]
     batch = {"x": values(9, 8)}

@@ -143,6 +143,7 @@ def assigned(plan: str, meta: bool, keep_vars: bool) -> None:
 
 @pytest.mark.parametrize("plan", ["data", "fsdp", "tensor"])
 @pytest.mark.parametrize("meta", [True, False])
+@pytest.mark.sweep(4)
 def test_plain_tensors_that_are_assigned_become_global(plan: str, meta: bool) -> None:
     for keep_vars in (False, True):
         simulate(2, assigned, plan, meta, keep_vars)

@@ -179,12 +179,13 @@ def test_trains_as_on_one_device_on_a_grid(family: str) -> None:
 # ---------------------------------------------------------------------------------- costs of a plan
 
 
-def collectives(family: str, plan: str, layers: int) -> tuple[list[str], list[str]]:
+def collectives(
+    family: str, plan: str, layers: int, batch: dict[str, Tensor] | None = None
+) -> tuple[list[str], list[str]]:
     """Return the collectives of a forward and of a backward pass of the body, without the loss."""
-    FAMILIES[family][2]["n_layer" if family == "gpt2" else "num_hidden_layers"] = layers
     torch.manual_seed(0)
-    batch, everyone = text(2), flow.placement.all("cpu")
-    model = flow.parallelize(build(family), everyone, plan)
+    batch, everyone = batch or text(2), flow.placement.all("cpu")
+    model = flow.parallelize(of_depth(family, layers), everyone, plan)
     shared = {key: value.to_global(everyone, B) for key, value in batch.items()}  # type: ignore[attr-defined]
     if plan == "data":
         shared = {key: value.to_global(sbp=S(0)) for key, value in shared.items()}  # type: ignore[attr-defined]
@@ -221,6 +222,7 @@ def sequence_plan(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "bert"])
+@pytest.mark.sweep(2)
 def test_a_block_split_in_time(family: str) -> None:
     run_on(2, sequence_plan, family)
 
@@ -310,7 +312,7 @@ def test_a_layer_on_four_ranks(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_data_parallel_forward_on_four_ranks(family: str) -> None:
     """Nothing is moved before the loss, whose target count is summed over all ranks."""
     base = build(family)
@@ -332,10 +334,10 @@ def test_data_parallel_forward_on_four_ranks(family: str) -> None:
     simulate(4, run)
 
 
-def few_heads(plan: str) -> None:
+def few_heads(plan: str, batch: dict[str, Tensor]) -> None:
     """Check two heads of keys and values with four heads of queries on four ranks. Each rank has
     one query head, and all ranks compute all key heads."""
-    one, two = collectives("llama", plan, 1), collectives("llama", plan, 2)
+    one, two = (collectives("llama", plan, layers, batch) for layers in (1, 2))
     wanted = {"tensor": {"all_reduce": 2}, "sequence": {"reduce_scatter": 2, "all_gather": 2}}[plan]
     for fewer, more in zip(one, two, strict=True):
         assert {
@@ -344,9 +346,12 @@ def few_heads(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
-@pytest.mark.sweep(2)
-def test_a_megatron_block_with_fewer_heads_of_keys_than_ranks(plan: str) -> None:
-    run_on(4, few_heads, plan)
+@pytest.mark.parametrize("run", [simulate, run_on])
+@pytest.mark.sweep(4)  # four processes import transformers first, which takes longer than the rest
+def test_a_megatron_block_with_fewer_heads_of_keys_than_ranks(
+    run: Callable[..., list[Any]], plan: str
+) -> None:
+    run(4, few_heads, plan, text(2))
 
 
 def data_plan() -> None:

@@ -91,6 +91,7 @@ def losses_on_ranks(name: str, plan: str) -> list[float]:
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.sweep(3)
 def test_training_is_that_of_one_device(name: str, plan: str) -> None:
     want = pytest.approx(losses(MODELS[name](), lambda x: x), rel=1e-9)
     assert run_on(2, losses_on_ranks, name, plan) == [want, want]

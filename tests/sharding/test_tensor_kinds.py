@@ -162,6 +162,7 @@ def texts(odd_ranks: tuple[int, ...]) -> list[str]:
 
 
 @pytest.mark.parametrize("odd_ranks", [(0,), (1,), (0, 1)])
+@pytest.mark.sweep(2)
 def test_to_global_refuses_kinds_on_every_rank(odd_ranks: tuple[int, ...]) -> None:
     first, second = run_on(2, texts, odd_ranks)
     assert first == second
@@ -387,6 +388,7 @@ def operands(odd_ranks: tuple[int, ...], name: str) -> list[str]:
 
 @pytest.mark.parametrize("odd_ranks", [(0,), (1,)])
 @pytest.mark.parametrize("name", KINDS)
+@pytest.mark.sweep(3)
 def test_a_plain_operand_of_such_a_kind_on_one_rank_is_told_on_all(
     odd_ranks: tuple[int, ...], name: str
 ) -> None:

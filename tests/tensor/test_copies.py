@@ -55,6 +55,7 @@ def copied_on_ranks(name: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", VIEWS)
+@pytest.mark.sweep(3)
 def test_copies_share_memory_as_the_originals_do(name: str) -> None:
     want = copied(start(), name, True)
     assert run_on(2, copied_on_ranks, name) == [[want] * 2 * len(LAYOUTS)] * 2

@@ -45,6 +45,7 @@ class Graph(flow.nn.Graph):
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("sbp", [B, S(0), S(1), P])
+@pytest.mark.sweep(3)
 def test_the_tensor_itself_changes(name: str, sbp: Any) -> None:
     def step(x: Any) -> Any:
         y = x * 1
@@ -80,7 +81,7 @@ VIEWED: dict[str, Callable[[Tensor], Any]] = {
 
 @pytest.mark.parametrize("name", VIEWED)
 @pytest.mark.parametrize("layout", [[P], [S(1)], [P, S(0)], [S(1), P], [P, P]], ids=str)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_views_of_partial_sums_and_their_bases_change_together(
     name: str, layout: list[Any]
 ) -> None:

@@ -242,7 +242,7 @@ MANY_CALLS = (results_in_buffers, foreach_on_plain_targets)
 
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.__name__)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_as_on_one_device(body: Callable[[Layout], None]) -> None:
     run_on(4, in_mixed_layouts, body)
 

@@ -84,6 +84,7 @@ def parted(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["nothing moves", *ALONE])
+@pytest.mark.sweep(2)
 def test_what_one_rank_does_alone_does_not_part_the_gathers(what: str) -> None:
     run_on(2, parted, what)
 

@@ -321,6 +321,7 @@ def test_digests_of_large_tensors_show_small_differences(change: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(1024, 2048), (4096, 2049), (3, 4096 * 2048), (9_000_001,)])
+@pytest.mark.sweep(2)
 def test_digests_of_very_large_tensors_read_every_row_in_turn(shape: tuple[int, ...]) -> None:
     """Up to 8 MiB all is read, above some rows at each use."""
     x = torch.zeros(shape)

@@ -188,6 +188,7 @@ def read_in_children() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.sweep(2)
 def test_whoever_reads_memory_is_refused(n: int) -> None:
     said = run_on(n, read_in_children)
     for probe in said[0]:

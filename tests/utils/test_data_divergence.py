@@ -102,6 +102,7 @@ def read_other_subsets(how: str, own: bool) -> str:
 
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("how", SUBSETS)
+@pytest.mark.sweep(3)
 def test_ranks_with_other_subsets_are_told(how: str, own: bool) -> None:
     texts = run_on(2, read_other_subsets, how, own)
     says = "the DistributedSamplers of the ranks divide other rows" if own else "the subset of the"

@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ],
     ids=["target", "target over gloo", "token", "sample of a worker over gloo"],
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_wrong_data_on_one_rank_ends_all(
     arguments: tuple[object, ...], says: str, shared: str, folder: Path
 ) -> None:

@@ -317,6 +317,7 @@ def test_regularizers() -> None:
     ],
     ids=["static", "dynamic"],
 )
+@pytest.mark.sweep(2)
 def test_loss_scales_change_nothing_finite(devices: int, policy: Any) -> None:
     job = training(
         lambda loss: flow.optimizer.SGD(
@@ -327,6 +328,7 @@ def test_loss_scales_change_nothing_finite(devices: int, policy: Any) -> None:
 
 
 @pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.sweep(2)
 def test_shared_out_optimizer_state(devices: int) -> None:
     config = flow.function_config()
     config.optimizer_placement_optimization_mode("distributed_split")
@@ -365,6 +367,7 @@ def test_older_settings() -> None:
 
 
 @pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.sweep(2)
 def test_model_parallel(cast: bool) -> None:
     def net(x: Any) -> Any:
         if not cast:
@@ -393,6 +396,7 @@ def test_model_parallel(cast: bool) -> None:
 
 
 @pytest.mark.parametrize("pieces", [0, 2, 4])
+@pytest.mark.sweep(2)
 def test_a_pipeline(pieces: int) -> None:
     def net(x: Any) -> Any:
         x = flow.unpack(x, pieces) if pieces else x
