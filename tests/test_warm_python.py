@@ -17,6 +17,12 @@ def test_no_test_ends_the_server_with_its_own_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEST_FOLDER", str(tmp_path))
+    # a server that is ready at once, and starts no programs
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "client.py").write_text("")
+    (home / "server.py").write_text("import time; print('ready', flush=True); time.sleep(60)")
+    monkeypatch.setattr("support.warm_python.HERE", home)
     server = _Server()
     try:
         assert alive(tmp_path) == []

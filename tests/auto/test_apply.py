@@ -220,14 +220,21 @@ def test_inputs_that_forward_does_not_take_are_told() -> None:
 
 
 @pytest.mark.long
-def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one() -> None:
+@pytest.mark.parametrize(
+    "where",
+    [line(4), lambda: flow.placement("cpu", np.arange(4).reshape(2, 2))],
+    ids=["one", "two"],
+)
+@pytest.mark.sweep(2)
+def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one(
+    where: Callable[[], flow.placement],
+) -> None:
     with torch.device("meta"):
         model = GPT(4, WIDTH, 2, WORDS, TIME, False).double()
     inputs = tuple(torch.empty(ROWS, TIME, dtype=torch.long, device="meta") for _ in range(2))
     plan = flow.auto.plan(model, inputs, CLUSTER.with_size(4), mesh=(2, 2))
     assert plan.mesh == (2, 2)
-    carried(plan, 4, line(4))
-    carried(plan, 4, lambda: flow.placement("cpu", np.arange(4).reshape(2, 2)))
+    carried(plan, 4, where)
 
 
 @pytest.mark.long

@@ -150,7 +150,7 @@ def same(name: str, model: nn.Module, losses: list[Any]) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], cluster: str) -> None:
     def run() -> str:
         with use_cluster(CLUSTERS[cluster]):
@@ -170,7 +170,7 @@ def test_a_graph_trains_as_one_device_does(name: str, grid: tuple[int, ...], clu
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "grid", "cluster"), CASES)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_an_eager_model_trains_as_one_device_does(
     name: str, grid: tuple[int, ...], cluster: str
 ) -> None:

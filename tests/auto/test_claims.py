@@ -329,7 +329,7 @@ def test_no_plan_within_memory_is_beaten_by_any_that_fits(seed: int) -> None:
     "seed",
     [0, 3, 121, 129, 399, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 100))],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_no_plan_called_optimal_is_beaten_on_another_mesh(seed: int) -> None:
     """An optimal plan of a search over meshes is beaten neither by the plan on any one mesh nor by
     a pipeline."""

@@ -509,7 +509,7 @@ def exposed_at(rows: int) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("widest", [1 << 9, 1 << 12, 1 << 16])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(6)
 def test_bounds_stay_bounds_where_tables_are_too_wide(
     monkeypatch: pytest.MonkeyPatch, widest: int, tied: bool
 ) -> None:
@@ -542,7 +542,7 @@ def test_bounds_stay_bounds_where_tables_are_too_wide(
 @pytest.mark.long
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_one_stage_costs_about_what_the_solver_says(shape: tuple[int, ...], tied: bool) -> None:
     """The plan of one stage costs a little more than the solver's, never less. Activations that
     cross segments are never partial here, and sharded parameters are gathered twice."""

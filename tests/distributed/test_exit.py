@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import forked
+from support.warm_python import warm_python
 
 import globaltensor as flow
 
@@ -54,14 +55,9 @@ for _ in range(20):
 
 def launched(folder: Path, text: str) -> subprocess.CompletedProcess[str]:
     (folder / "script.py").write_text(text)
-    command = [
-        sys.executable,
-        "-m",
-        "globaltensor.distributed.launch",
-        "--nproc_per_node",
-        "2",
-        str(folder / "script.py"),
-    ]
+    # The ranks are started and torn down as Python does. The launcher need not be.
+    launcher = [warm_python(), "-m", "globaltensor.distributed.launch", "--nproc_per_node", "2"]
+    command = [*launcher, "--no_python", sys.executable, str(folder / "script.py")]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 

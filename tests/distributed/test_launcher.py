@@ -227,9 +227,9 @@ def test_ranks_that_ignore_the_request_to_end(
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
+    "number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda number: number.name
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_the_launchers_end_is_the_ranks_end(
     number: signal.Signals, script: Callable[[str], str], tmp_path: Path
 ) -> None:

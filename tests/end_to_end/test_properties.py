@@ -157,9 +157,7 @@ def travel_any(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> Non
     assert torch.equal(everywhere, t)
 
 
-@settings(max_examples=60)
-@given(moves(), st.sampled_from(DTYPES))
-def test_boxing_of_every_dtype(case: Any, dtype: torch.dtype) -> None:
+def check_boxing_of_every_dtype(case: Any, dtype: torch.dtype) -> None:
     n, shape, stops = case
     t = (
         (torch.arange(math.prod(shape)) % 7 - (0 if dtype in (torch.uint8, torch.bool) else 3))
@@ -167,6 +165,22 @@ def test_boxing_of_every_dtype(case: Any, dtype: torch.dtype) -> None:
         .to(dtype)
     )
     simulate(n, travel_any, t, stops, timeout=10.0)
+
+
+moved_with_a_dtype = given(moves(), st.sampled_from(DTYPES))
+
+
+@moved_with_a_dtype
+@settings(max_examples=25)
+def test_boxing_of_every_dtype(case: Any, dtype: Any) -> None:
+    check_boxing_of_every_dtype(case, dtype)
+
+
+@pytest.mark.extended
+@moved_with_a_dtype
+@settings(max_examples=100)
+def test_more_boxings_of_every_dtype(case: Any, dtype: Any) -> None:
+    check_boxing_of_every_dtype(case, dtype)
 
 
 def twice(t: torch.Tensor, stops: list[tuple[list[Any], list[Any]]]) -> None:

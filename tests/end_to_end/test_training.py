@@ -381,6 +381,7 @@ UNEVEN = [
         for b, m in UNEVEN
     ],
 )
+@pytest.mark.sweep(3)
 def test_batches_smaller_than_the_ranks(batch: int, mode: str) -> None:
     equal("gpt", "4", mode, batch=batch)
 

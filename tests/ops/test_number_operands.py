@@ -75,13 +75,12 @@ def outcome(call: Callable[[Tensor, Any], Tensor], x: Tensor, n: Any) -> Any:
     return y.dtype, y.tolist()
 
 
-EVERY_OP = slice(None)
 #: Each part has every eighth op.
 PARTS = 8
 
 
 def compare(
-    rows: list[Any], make: Callable[[Tensor], Tensor], dtype: torch.dtype, ops: slice = EVERY_OP
+    rows: list[Any], make: Callable[[Tensor], Tensor], dtype: torch.dtype, ops: slice
 ) -> None:
     """Compare ops and numbers with the same on one device, in two orders of the numbers."""
     x = torch.arange(1, 5).to(dtype)
@@ -109,13 +108,15 @@ def test_a_number_of_any_type_is_added_once(dtype: torch.dtype, part: int) -> No
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("sbp", [[P, P], [S(0), P], [P, B]])
-@pytest.mark.sweep(2)
-def test_on_two_axes(sbp: list[Any]) -> None:
+@pytest.mark.sweep(PARTS + 1)  # in each layout another part
+def test_on_two_axes(sbp: list[Any], part: int) -> None:
     def body() -> list[Any]:
         grid = flow.placement("cpu", [[0, 1], [2, 3]])
         wrong: list[Any] = []
-        compare(wrong, lambda x: x.to_global(grid, [B, B]).to_global(sbp=sbp), torch.float64)
+        ops = slice(part, None, PARTS)
+        compare(wrong, lambda x: x.to_global(grid, [B, B]).to_global(sbp=sbp), torch.float64, ops)
         return wrong
 
     assert simulate(4, body) == [[]] * 4

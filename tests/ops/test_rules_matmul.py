@@ -83,18 +83,26 @@ def name(row: tuple[Any, ...]) -> str:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)
-@pytest.mark.sweep(4, kind=lambda row: row[0])
+@pytest.mark.sweep(8, kind=lambda row: row[0])
 def test_every_signature(row: tuple[Any, ...]) -> None:
     check(row[0], *row[1:], most=40)
 
 
+TRIANGLE = x(5, 3, 3).tril() + 3 * torch.eye(3, dtype=torch.float64)
+WITH_KEYWORDS: list[tuple[Any, tuple[torch.Tensor, ...], dict[str, Any]]] = [
+    (L.solve_triangular, (TRIANGLE, x(5, 3, 2)), {"upper": False}),
+    (torch.addmm, (x(4), x(5, 3), x(3, 4)), {"beta": 0.5, "alpha": 2.0}),
+    (torch.baddbmm, (x(2, 5, 4), x(2, 5, 3), x(2, 3, 4)), {"beta": 2, "alpha": 0.5}),
+]
+
+
 @pytest.mark.long
-def test_keywords() -> None:
-    triangle = x(5, 3, 3).tril() + 3 * torch.eye(3, dtype=torch.float64)
-    for run in (check, compare):
-        run(L.solve_triangular, triangle, x(5, 3, 2), upper=False)
-        run(torch.addmm, x(4), x(5, 3), x(3, 4), beta=0.5, alpha=2.0)
-        run(torch.baddbmm, x(2, 5, 4), x(2, 5, 3), x(2, 3, 4), beta=2, alpha=0.5)
+@pytest.mark.parametrize("run", [check, compare])
+@pytest.mark.parametrize("row", WITH_KEYWORDS, ids=lambda row: row[0].__name__)
+@pytest.mark.sweep(3)  # the first with one, the second with the other
+def test_keywords(row: tuple[Any, ...], run: Any) -> None:
+    function, args, kwargs = row
+    run(function, *args, **kwargs)
 
 
 @pytest.mark.parametrize("row", FOURIER, ids=name)

@@ -82,7 +82,10 @@ def test_weights_only() -> None:
 # -------------------------------------------------------------------------- distributed checkpoints
 
 
-def any_layout(folder: str) -> None:
+SHAPES = ((5, 3), (1, 2), (0, 3))
+
+
+def any_layout(folder: str, shape: tuple[int, int]) -> None:
     n = flow.env.get_world_size()
     line, half = flow.placement.all("cpu"), flow.placement("cpu", list(range(n // 2, n)))
     grid = flow.placement("cpu", torch.arange(n).reshape(2, -1).tolist())
@@ -96,47 +99,47 @@ def any_layout(folder: str) -> None:
         (half, [S(0)]),
         (half, [B]),
     ]
-    for shape in ((5, 3), (1, 2), (0, 3)):
-        path = f"{folder}/{shape}"
-        source = {
-            str(i): spread(values(*shape, seed=i), sbp, where)
-            for i, (where, sbp) in enumerate(ways)
-        }
-        units = values(2, 3, 4, seed=9)
-        dcp.save(
-            {
-                **source,
-                "plain": values(*shape, seed=8),
-                "units": spread(units, S(1)).flatten(1),
-                "number": spread(values(seed=7), B),
-            },
-            checkpoint_id=path,
+    path = f"{folder}/{shape}"
+    source = {
+        str(i): spread(values(*shape, seed=i), sbp, where) for i, (where, sbp) in enumerate(ways)
+    }
+    units = values(2, 3, 4, seed=9)
+    dcp.save(
+        {
+            **source,
+            "plain": values(*shape, seed=8),
+            "units": spread(units, S(1)).flatten(1),
+            "number": spread(values(seed=7), B),
+        },
+        checkpoint_id=path,
+    )
+    for turn in (0, 3, 5):
+        targets: dict[str, Any] = {}
+        for i in range(len(ways)):
+            where, sbp = ways[(i + turn) % len(ways)]
+            targets[str(i)] = spread(torch.zeros(shape, dtype=torch.float64), sbp, where)
+        targets["plain"] = spread(
+            torch.zeros(shape, dtype=torch.float64), ways[turn][1], ways[turn][0]
         )
-        for turn in (0, 3, 5):
-            targets: dict[str, Any] = {}
-            for i in range(len(ways)):
-                where, sbp = ways[(i + turn) % len(ways)]
-                targets[str(i)] = spread(torch.zeros(shape, dtype=torch.float64), sbp, where)
-            targets["plain"] = spread(
-                torch.zeros(shape, dtype=torch.float64), ways[turn][1], ways[turn][0]
-            )
-            targets["units"], targets["number"] = (
-                spread(torch.zeros(2, 12).double(), S(1)),
-                torch.zeros((), dtype=torch.float64),
-            )
-            dcp.load(targets, checkpoint_id=path)
-            for i in range(len(ways)):
-                assert torch.equal(whole(targets[str(i)]), values(*shape, seed=i)), (shape, turn, i)
-            assert torch.equal(whole(targets["plain"]), values(*shape, seed=8))
-            assert torch.equal(whole(targets["units"]), units.flatten(1))
-            assert torch.equal(targets["number"], values(seed=7))
-        plain = {str(i): torch.zeros(shape, dtype=torch.float64) for i in range(len(ways))}
-        dcp.load(plain, checkpoint_id=path)
-        assert all(torch.equal(plain[str(i)], values(*shape, seed=i)) for i in range(len(ways)))
+        targets["units"], targets["number"] = (
+            spread(torch.zeros(2, 12).double(), S(1)),
+            torch.zeros((), dtype=torch.float64),
+        )
+        dcp.load(targets, checkpoint_id=path)
+        for i in range(len(ways)):
+            assert torch.equal(whole(targets[str(i)]), values(*shape, seed=i)), (shape, turn, i)
+        assert torch.equal(whole(targets["plain"]), values(*shape, seed=8))
+        assert torch.equal(whole(targets["units"]), units.flatten(1))
+        assert torch.equal(targets["number"], values(seed=7))
+    plain = {str(i): torch.zeros(shape, dtype=torch.float64) for i in range(len(ways))}
+    dcp.load(plain, checkpoint_id=path)
+    assert all(torch.equal(plain[str(i)], values(*shape, seed=i)) for i in range(len(ways)))
 
 
-def test_any_layout_into_any_other(tmp_path: Path) -> None:
-    run_on(4, any_layout, str(tmp_path))
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sweep(2)
+def test_any_layout_into_any_other(tmp_path: Path, shape: tuple[int, int]) -> None:
+    run_on(4, any_layout, str(tmp_path), shape)
 
 
 def network(layout: Any, seed: int) -> Any:
@@ -198,11 +201,13 @@ def test_training_goes_on_in_another_layout(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_one_process_reads_what_ranks_wrote(tmp_path: Path) -> None:
-    run_on(2, any_layout, str(tmp_path))
-    found = {str(i): torch.zeros(5, 3, dtype=torch.float64) for i in range(8)}
-    dcp.load(found, checkpoint_id=str(tmp_path / "(5, 3)"), no_dist=True)
-    assert all(torch.equal(t, values(5, 3, seed=int(i))) for i, t in found.items())
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.sweep(3)
+def test_one_process_reads_what_ranks_wrote(tmp_path: Path, shape: tuple[int, int]) -> None:
+    run_on(2, any_layout, str(tmp_path), shape)
+    found = {str(i): torch.zeros(shape, dtype=torch.float64) for i in range(8)}
+    dcp.load(found, checkpoint_id=str(tmp_path / str(shape)), no_dist=True)
+    assert all(torch.equal(t, values(*shape, seed=int(i))) for i, t in found.items())
 
 
 def whole_states() -> None:

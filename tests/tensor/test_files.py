@@ -723,8 +723,8 @@ def layouts() -> dict[str, tuple[Any, Any]]:
     return found
 
 
-#: Every fifth pair of an optimizer and a layout.
-PARTS = 5
+#: Every seventh pair of an optimizer and a layout.
+PARTS = 7
 
 
 def laid_out_at_once(folder: str, part: int) -> None:

@@ -260,6 +260,7 @@ def one_late_use(way: str, calls: int = 100) -> list[str]:
 
 
 @pytest.mark.parametrize("way", ["function", "parameter", "graph"])
+@pytest.mark.sweep(2)
 def test_a_single_late_use_that_differs_is_found(way: str) -> None:
     same_on_all(run_on(2, one_late_use, way))
 

@@ -167,6 +167,6 @@ def left(name: str, times: int = 2) -> list[str]:
 
 
 @pytest.mark.parametrize("name", WAYS)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(9)
 def test_a_model_that_is_dropped_goes(name: str) -> None:
     assert run_on(2, left, name) == [[], []]
