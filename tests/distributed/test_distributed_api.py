@@ -30,7 +30,7 @@ from globaltensor.errors import KernelError, ShapeError, WorldError
 # ------------------------------------------------------------------------------------------- values
 
 
-#: Every seventh call has every collective, dtype, reduction and layout.
+#: Each part has every seventh call, and so every collective, dtype, reduction and layout.
 PARTS = 7
 
 

@@ -203,7 +203,8 @@ def nowhere() -> bool:
     return False
 
 
-#: Every seventh pair of a metric and a use has six of the ten metrics and every use.
+#: Each part has every seventh pair of a metric and a use. The first one has six of the ten metrics
+#: and every use.
 PARTS = 7
 
 

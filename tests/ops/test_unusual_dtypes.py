@@ -130,7 +130,7 @@ SHIFTS: tuple[Callable[[Any, Any], Any], ...] = (
 )
 
 
-#: Every second shift, in every layout.
+#: Each part has every second shift, in every layout.
 PARTS_OF_SHIFTS = 2
 
 
@@ -158,7 +158,7 @@ def test_bools_are_shifted_as_on_one_device(part: int) -> None:
 # --------------------------------------------------------------------------------------- logsumexp
 
 
-#: Every fifth case has every dtype, layout and choice of dims.
+#: Each part has every fifth case, and so every dtype, layout and choice of dims.
 PARTS = 5
 
 

@@ -723,7 +723,7 @@ def layouts() -> dict[str, tuple[Any, Any]]:
     return found
 
 
-#: Every seventh pair of an optimizer and a layout.
+#: Each part has every seventh pair of an optimizer and a layout.
 PARTS = 7
 
 

@@ -620,12 +620,13 @@ def gathered(table: nn.Module, ids: Tensor) -> Tensor:
     return torch.gather(table.weight, 0, ids, sparse_grad=table.sparse)  # type: ignore[arg-type, call-overload]
 
 
+#: Each part has every seventh case.
 PARTS_OF_SPARSE = 7
 
 
 def sparse_gradients(part: int) -> None:
-    """Check every seventh case. The values are those of one device. So are the steps of optimizers
-    that accept both kinds of gradients."""
+    """Check that the values are those of one device. So are the steps of optimizers that accept
+    both kinds of gradients."""
     optimizers: list[Any] = [
         lambda p: torch.optim.SGD(p, lr=0.1),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),

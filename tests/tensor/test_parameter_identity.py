@@ -70,7 +70,8 @@ def trained(
 
 
 #: Optimizers, plans, and the numbers of steps before the conversion, after one of which the
-#: optimizer has state. Every seventh of these cases has every optimizer and plan.
+#: optimizer has state. Each part has every seventh case. The first one has every optimizer and
+#: plan.
 CASES = list(itertools.product(OPTIMIZERS, PLANS, (0, 1)))
 PARTS = 7
 
@@ -136,7 +137,7 @@ IN_GRAPHS = (
     (3, "data", 1),
     (3, "tensor", 0),
 )
-#: Every fifth of these cases has every optimizer and four of the seven rows above.
+#: Each part has every fifth case. The first one has every optimizer and five of the rows above.
 CASES_IN_GRAPHS = list(itertools.product(("sgd", "adamw", "adamw foreach"), IN_GRAPHS))
 PARTS_IN_GRAPHS = 5
 

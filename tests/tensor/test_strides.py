@@ -438,7 +438,7 @@ def own_shape_layouts(axes: int) -> list[list[Any]]:
     return [[a] if axes == 1 else [a, b] for a in kinds for b in (kinds if axes == 2 else (B,))]
 
 
-#: Every third layout of two axes has every entry on both.
+#: Each part has every third layout, and so every entry on each of two axes.
 PARTS_OF_LAYOUTS = 3
 
 
@@ -494,7 +494,7 @@ LIKE_WHAT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-#: Every seventh case has every shape, function and view.
+#: Each part has every seventh case, and so every shape, function and view.
 PARTS_OF_LIKES = 7
 
 
