@@ -26,19 +26,19 @@ def _cond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _choose(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]
 ) -> Any:
-    return _apart((true_fn if pred else false_fn)(*operands))
+    return _apart((true_fn if pred else false_fn)(*operands), operands)
 
 
-def _apart(results: Any) -> Any:
+def _apart(results: Any, operands: Any) -> Any:
     """Return results of which none is, or shares memory with, an operand or another result.
 
     On one device torch refuses results that do."""
     leaves, shape = torch_private.tree_flatten(results)
-    seen: set[int] = set()
+    seen = set(map(id, torch_private.tree_flatten(operands)[0]))
     for i, x in enumerate(leaves):
         if isinstance(x, torch.Tensor):
             shares = x._memory is not None if isinstance(x, GlobalTensor) else x._is_view()
-            if shares or x.is_leaf or id(x) in seen:
+            if shares or id(x) in seen:
                 leaves[i] = x.clone()
             seen.add(id(x))
     return torch_private.tree_unflatten(leaves, shape)
@@ -64,7 +64,7 @@ def _while_loop(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             )
     if results is None:
         results = torch_private.nest_carried(body, carried)
-    return _apart(tuple(results))
+    return _apart(tuple(results), (first, others))
 
 
 register_handlers(

@@ -112,3 +112,21 @@ def full(x: Any) -> Any:
 def test_operands_and_carried_values_may_be_in_dicts_and_lists() -> None:
     want = [t.tolist() for t in with_nested_operands(values()[0])]
     assert run_on(2, nested_on_ranks) == [want] * 2
+
+
+def results_that_are_operands() -> list[Any]:
+    from torch._higher_order_ops import while_loop
+
+    x: Any = torch.ones(4, 3).to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+    same = torch.cond(x.sum() > 3, lambda t: t, lambda t: t + 1, (x,))
+    view = torch.cond(x.sum() > 3, lambda t: t.view(3, 4), lambda t: t.T + 1, (x,))
+    _, turned = while_loop(
+        lambda i, t: i < 1, lambda i, t: (i + 1, t.view(4, 3)), (torch.tensor(0), x)
+    )
+    for y in (same, view, turned):
+        y.zero_()
+    return x.tolist()  # type: ignore[no-any-return]
+
+
+def test_writes_into_results_do_not_reach_the_operands() -> None:
+    assert run_on(2, results_that_are_operands) == [torch.ones(4, 3).tolist()] * 2
