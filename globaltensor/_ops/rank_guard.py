@@ -218,7 +218,7 @@ class RankGuard(TorchFunctionMode):
 
     def post_position(self, position: str) -> None:
         """Tell the other ranks how far this one has come within the block."""
-        if isinstance(self._world, ProcessWorld):
+        if isinstance(self._world, ProcessWorld) and dist.is_initialized():
             torch_private.default_store().set(f"{self._name}/{self._world.rank}", position)
 
     def _peer_position(self, rank: int) -> str:

@@ -932,3 +932,25 @@ def test_lines_of_code_in_the_graph_that_is_printed() -> None:
     assert "test_graph_features.py" not in repr(graph)
     graph.debug(-1, op_repr_with_py_stack=True)
     assert f"{__file__}:{Evaluation.build.__code__.co_firstlineno + 1})" in repr(graph)
+
+
+def test_hooks_and_functions_of_modules_are_those_of_the_call() -> None:
+    def on_ranks() -> None:
+        where = flow.placement.all("cpu")
+        layer = flow.parallelize(nn.Linear(6, 3), where, "data")
+        x: Any = flow.randn(8, 6, placement=where, sbp=S(0))
+        graph = flow.nn.Graph.trace(lambda x: layer(x))
+        before, built = graph(x).numpy(force=True), len(graph._built)
+        hook = layer.register_forward_hook(lambda module, given, out: out * 100)
+        assert (graph(x).numpy(force=True) == before * 100).all()
+        hook.remove()
+        assert (graph(x).numpy(force=True) == before).all()
+        assert len(graph._built) == built + 1  # the first program serves again
+        hook = layer.register_forward_pre_hook(lambda module, given: (given[0] * 0,))
+        assert (graph(x).numpy(force=True) != before).any()
+        hook.remove()
+        plain = layer.forward
+        layer.forward = lambda x: plain(x) * 7  # type: ignore[method-assign]
+        assert (graph(x).numpy(force=True) == before * 7).all()
+
+    simulate(2, on_ranks)

@@ -392,3 +392,38 @@ def test_what_is_made_like_a_partial_result_may_be_written_into(write: str) -> N
             flow.zeros_like(x @ w, sbp=P).exp_()
 
     simulate(2, on_ranks)
+
+
+SAVING: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda t: F.relu(t, inplace=True),
+    "leaky_relu": lambda t: F.leaky_relu(t, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "exp": torch.exp_,
+    "sqrt": torch.sqrt_,
+}
+
+
+def saved_results_of_slices() -> list[list[list[float]]]:
+    found = []
+    for write in SAVING.values():
+        for where in (flow.placement.all("cpu"), flow.placement("cpu", [1])):
+            x: Any = values(6, 4).abs().to_global(flow.placement.all("cpu"), B)  # type: ignore[attr-defined]
+            x = x.to_global(where, S(0)).detach().requires_grad_()
+            y = x * 1.0
+            write(y[1:4])
+            y.sum().backward()
+            found.append(x.grad.to_global(flow.placement.all("cpu"), B).tolist())
+    return found
+
+
+def test_functions_that_save_what_they_write_run_on_slices() -> None:
+    want = []
+    for write in SAVING.values():
+        x = values(6, 4).abs().requires_grad_()
+        y = x * 1.0
+        write(y[1:4])
+        y.sum().backward()
+        assert x.grad is not None
+        want += [x.grad.tolist()] * 2
+    for found in simulate(2, saved_results_of_slices):
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(want))

@@ -134,3 +134,41 @@ def averaged() -> None:
 
 def test_weights_that_are_set_back_are_gathered_again() -> None:
     run_on(2, averaged)
+
+
+def learning_from_a_target(where: Any) -> list[float]:
+    """Train a network towards a target that is copied from it by `.data`, as in deep Q-learning."""
+    torch.manual_seed(0)
+    online, target = nn.Linear(4, 2).double(), nn.Linear(4, 2).double()
+    x = torch.linspace(-1, 1, 16, dtype=torch.float64).view(4, 4)
+    if where is not None:
+        online, target = (flow.parallelize(m, where, "fsdp") for m in (online, target))
+        x = x.to_global(where, B).to_global(sbp=S(0))  # type: ignore[attr-defined]
+    optimizer, losses = torch.optim.SGD(online.parameters(), 0.1), []
+    for step in range(6):
+        with torch.no_grad():
+            online(x)  # acts; here the target's weights are gathered beforehand
+        if step % 2:
+            for old, new in zip(target.parameters(), online.parameters(), strict=True):
+                old.data.copy_(new.data)
+        loss = (online(x) - target(x).detach()).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    online.weight.data += online.weight.data  # type: ignore[operator]
+    return [*losses, online(x).sum().item(), (online(x) - target(x)).abs().sum().item()]
+
+
+def learning_on_ranks(freed: bool) -> list[float]:
+    if not freed:
+        return learning_from_a_target(flow.placement.all("cpu"))
+    with flow.reshard_after_forward():
+        return learning_from_a_target(flow.placement.all("cpu"))
+
+
+@pytest.mark.parametrize("freed", [False, True])
+def test_writes_by_data_reach_weights_that_were_gathered_beforehand(freed: bool) -> None:
+    want = learning_from_a_target(None)
+    for found in run_on(2, learning_on_ranks, freed):
+        assert found == pytest.approx(want, rel=1e-9, abs=1e-12)

@@ -353,3 +353,10 @@ def test_batches_arrive_on_the_gpu() -> None:
     assert {t.device.type for pair in got for t in pair} == {"cuda"}
     assert torch.equal(torch.cat([x for x, _ in got]).cpu(), rows)
     assert torch.equal(torch.cat([y for _, y in got]).cpu(), torch.arange(64))
+
+
+def test_a_loader_without_a_batch_size_names_the_other_way() -> None:
+    rows = data.TensorDataset(torch.ones(4))
+    for size in (None, 0, 2.5):
+        with pytest.raises(GlobalTensorError, match=r"not .*GlobalBatches\(loader, placement\)"):
+            GlobalDataLoader(rows, size)  # type: ignore[arg-type]

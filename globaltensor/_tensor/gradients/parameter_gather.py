@@ -150,9 +150,11 @@ class GatherState:
 
     def __init__(self) -> None:
         self.orders: dict[Placement, PrefetchOrder] = {}
-        #: (the gathered tensor, the local tensor that it is from, its version). None: the parameter
-        #: is freed, and with it the memory.
-        self.ready: dict[tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, int] | None] = {}
+        #: (the gathered tensor, the local tensor that it is from, the writes into it before). None:
+        #: the parameter is freed, and with it the memory.
+        self.ready: dict[
+            tuple[int, Spec], tuple[torch.Tensor, torch.Tensor, tuple[int, int]] | None
+        ] = {}
         self.scatters: Buckets[Waiting] = Buckets(
             BUCKET_BYTES, BUCKET_BYTES, lambda a, b: (a[0], a[1], a[2] + b[2])
         )
@@ -186,7 +188,7 @@ class GatherState:
         # Iterate over copies: a garbage collector may run anywhere.
         for key in [k for k in list(self.ready) if k[0] == number]:
             kept = self.ready.pop(key, None)
-            if kept is not None and kept[1]._version == kept[2]:
+            if kept is not None and kept[1]._version == kept[2][0]:
                 self.ready[key] = None
         for way in [k for k in list(self.scatters.limits) if k[-1] == number]:  # type: ignore[index]
             self.scatters.limits.pop(way, None)
@@ -331,7 +333,7 @@ def _gather_for_use(
     )
     order.record_use(one)
     gathered = state.ready.pop(one.key, None)
-    if gathered is None or gathered[1] is not local or gathered[2] != local._version:
+    if gathered is None or gathered[1] is not local or gathered[2] != _writes(leaf):
         order.largest = max(order.largest, _max_local_bytes(dst))
         with torch_private.unobserved():
             batch = _next_batch(state, one, order.max_bucket_bytes(freed), freed)
@@ -386,9 +388,14 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()
-    return (
-        kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == leaf._local._version)
-    )
+    return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == _writes(leaf))
+
+
+def _writes(leaf: GlobalTensor) -> tuple[int, int]:
+    """Return the numbers of writes into a parameter: by itself and its views, and by all aliases.
+
+    `p.data` has a version of its own, but is an alias."""
+    return leaf._local._version, 0 if leaf._memory is None else leaf._memory.writes
 
 
 def _log_gather(batch: Sequence[Gathering], why: str) -> contextlib.AbstractContextManager[Any]:
@@ -433,8 +440,10 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
                     parts[i][at[i] : at[i] + n].view(shape)
                 )
                 at[i] += n
-    for one, whole, local in zip(batch, wholes, locals_, strict=True):
-        state.ready[one.key] = None if local is None else (whole, local, local._version)
+    for one, whole, leaf, local in zip(batch, wholes, leaves, locals_, strict=True):
+        state.ready[one.key] = (
+            None if leaf is None or local is None else (whole, local, _writes(leaf))
+        )
 
 
 def _concatenates_to_full(src: Spec, dst: Spec, ranks: Sequence[int], rank: int) -> bool:

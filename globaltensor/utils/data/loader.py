@@ -85,12 +85,14 @@ class GlobalDataLoader:
         if isinstance(dataset, data.IterableDataset) or not isinstance(dataset, Sized):
             raise GlobalTensorError(
                 "GlobalDataLoader reads by index, so that each rank can read its share: the "
-                "dataset needs __getitem__ and __len__"
+                "dataset needs __getitem__ and __len__. For any other one take a DataLoader on "
+                "each rank, and GlobalBatches(loader, placement) around it"
             )
-        if batch_size < 1:
+        if not isinstance(batch_size, int) or batch_size < 1:
             raise GlobalTensorError(
                 f"GlobalDataLoader: batch_size is the number of samples in a global batch, at "
-                f"least 1, not {batch_size}"
+                f"least 1, not {batch_size!r}. (Batches that the dataset forms itself go through "
+                f"a DataLoader on each rank, and GlobalBatches(loader, placement) around it)"
             )
         for name in _SET_HERE.keys() & options.keys():
             raise GlobalTensorError(f"GlobalDataLoader: {name} cannot be passed: {_SET_HERE[name]}")
