@@ -18,11 +18,12 @@ from .._base import torch_private
 from .._base.python_bodies import DROPPED_ARGS, apply_plainly, plain_applies
 from .._base.python_numbers import OWN_TYPES, as_python_numbers, key_of_other
 from .._base.tracebacks import mark_torch_error
+from .._base.user_code import user_line
 from .._tensor.global_tensor import ORDINARY, AliasGroup, GlobalTensor, SlottedGlobalTensor
 from .._tensor.view_tracking import RemoteView
 from ..distributed.world import world
 from ..distributed.world_base import World, on_forget
-from ..errors import KernelError
+from ..errors import GlobalTensorError, KernelError
 from ..sharding.placement import Placement
 from ..sharding.spec import Spec
 from . import call_plan
@@ -248,6 +249,8 @@ def dispatch(
         else:
             out = (plan.function or func)(*values)
     except (IndexError, RuntimeError) as error:
+        if not isinstance(error, GlobalTensorError):
+            world().raised = f"{type(error).__name__} at {user_line()}"
         if (alone := call_plan.as_on_one_device(error, func, args, kwargs or {})) is not None:
             raise alone from None
         mark_torch_error(error)

@@ -374,7 +374,14 @@ class Communicator(ABC):
         """
         world = self.world
         report = Report.here(
-            world.rank, world.kind, world.purpose, world.plain, self._histories, world.odd, detail
+            world.rank,
+            world.kind,
+            world.purpose,
+            world.plain,
+            self._histories,
+            world.odd,
+            detail,
+            world.raised,
         )
         reports = [Report.unpacked(data) for data in exchange(report.packed()) if data]
         world.forget()

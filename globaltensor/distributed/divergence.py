@@ -329,6 +329,7 @@ class Report:
     detail: str = ""  # what this rank has seen of the others, such as a message of another size
     # The last uses of plain tensors (`PlainUse.described`).
     plain_uses: list[list[Any]] = field(default_factory=list)
+    raised: str = ""  # the last error of a function that this rank has run
 
     @staticmethod
     def here(
@@ -339,12 +340,13 @@ class Report:
         histories: Sequence[History],
         odd: TensorKind | None = None,
         detail: str = "",
+        raised: str = "",
     ) -> Report:
         """Return the current report of this rank."""
         operations = described_operations(histories)
         uses = [use.described() for history in histories for use in history.plain_uses]
         return Report(
-            rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail, uses
+            rank, kind, spelled(purpose), user_line(), plain, operations, odd, detail, uses, raised
         )
 
     def packed(self) -> bytes:
@@ -360,6 +362,7 @@ class Report:
                 self.odd,
                 self.detail,
                 self.plain_uses,
+                self.raised,
             )
         )
 
@@ -383,6 +386,15 @@ def collective_of(kind: str, purpose: str) -> str:
     if kind == OBJECTS:
         return purpose or "an exchange of objects"
     return f"{kind or 'a collective'} for {purpose}" if purpose else kind or "a collective"
+
+
+def _raised_texts(reports: Sequence[Report]) -> list[str]:
+    """Return the errors that some ranks have had and others not, as lines of a text.
+
+    A program that catches such an error goes on differently on each rank."""
+    if len({r.raised for r in reports}) == 1:
+        return []
+    return [f"  rank {r.rank} had an error before: {r.raised}" for r in reports if r.raised]
 
 
 def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
@@ -417,7 +429,9 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
             f"rank {reading.rank} reads the value of a global tensor here, while rank "
             f"{elsewhere.rank} is at {elsewhere.place}. Not all ranks run both"
         )
-        return f"{_line_text(reading)}{what}. {READING_ADVICE}"
+        return "\n".join(
+            [f"{_line_text(reading)}{what}. {READING_ADVICE}", *_raised_texts(reports)]
+        )
     lines = [
         (
             f"{_line_text(first)}the ranks have diverged: all must run the same operations on "
@@ -428,6 +442,7 @@ def describe(reports: Sequence[Report], ranks: Sequence[int] = ()) -> str:
     if other is not first:
         lines.append(f"  rank {other.rank} is at {other.place}")
     lines += [f"  rank {r.rank}: {r.detail}" for r in reports if r.detail]
+    lines += _raised_texts(reports)
     if not first.purpose and any(r.detail for r in reports):
         lines.append(
             "  messages of other sizes are often gradients of other parameters: requires_grad_(), "

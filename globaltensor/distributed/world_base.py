@@ -44,6 +44,7 @@ class World(ABC):
     nbytes = 0  # the bytes that this rank sends in its last collective on tensors
     # The kind of the plain tensor that is being compared, if it is not an ordinary tensor.
     odd: TensorKind | None = None
+    raised = ""  # the last error of a function that this rank has run, for errors
     # The object of `check_ranks` that compares this rank's ops with those of other ranks
     # (globaltensor._ops.rank_guard), or None.
     pace: Any = None
@@ -120,7 +121,7 @@ class World(ABC):
         """
         self.histories.clear()
         self._histories_of.clear()
-        self.kind = self.plain = self.purpose = ""
+        self.kind = self.plain = self.purpose = self.raised = ""
         self.odd = None
         for comm in self._comms.values():
             comm.begin_digests()

@@ -3,6 +3,7 @@ line."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -340,3 +341,25 @@ def gradients_cleared() -> list[str]:
 
 def test_gradients_cleared_on_one_rank_raise_an_error() -> None:
     same_on_all(run_on(2, gradients_cleared))
+
+
+def caught_on_one_rank() -> str:
+    x = torch.eye(2).repeat(4, 1, 1)
+    x[3] = -x[3]
+    where = flow.placement.all("cpu")
+    g = flow.tensor(x, placement=where, sbp=flow.sbp.split(0))
+    try:
+        for jitter in (0.0, 2.0):
+            with contextlib.suppress(torch.linalg.LinAlgError):
+                root = torch.linalg.cholesky(g + jitter * torch.eye(2))
+                break
+        root.sum().item()
+    except DivergenceError as error:
+        return str(error)
+    return ""
+
+
+def test_an_error_that_one_rank_has_caught_is_told() -> None:
+    first, second = run_on(2, caught_on_one_rank)
+    assert first == second
+    assert "rank 1 had an error before: _LinAlgError at test_divergence.py:" in first
