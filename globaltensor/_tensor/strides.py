@@ -161,9 +161,7 @@ def arrange(x: GlobalTensor, strides: tuple[int, ...]) -> None:
     if here:
         local = x._local
         order = dense_strides(local.shape, strides)
-        if not same or any(
-            a != b for a, b, n in zip(local.stride(), order, local.shape, strict=True) if n > 1
-        ):
+        if any(a != b for a, b, n in zip(local.stride(), order, local.shape, strict=True) if n > 1):
             laid = torch.empty_strided(local.shape, order, dtype=local.dtype, device=local.device)
             x._local = laid.copy_(local)
     if hidden and not same:
