@@ -84,11 +84,13 @@ def local_order_misleads(
 class ResultStrides:
     """The memory order that one device gives the results of a plan's calls.
 
-    ``src``: the specs of the operands."""
+    ``src``: the specs of the operands. ``random``: the calls draw random numbers, so they are not
+    run for their order. Results in the shape of the first operand have its order."""
 
-    __slots__ = ("hidden", "known", "notes", "rows", "rows_give_rows")
+    __slots__ = ("hidden", "known", "notes", "random", "rows", "rows_give_rows")
 
-    def __init__(self, src: Sequence[Spec]) -> None:
+    def __init__(self, src: Sequence[Spec], random: bool = False) -> None:
+        self.random = random
         rank = world().rank
         # For each operand: True if its local tensor may not show its order, False if it does, None
         # if it has none (a vector, a number).
@@ -167,8 +169,14 @@ class ResultStrides:
         if any(type(t) not in ORDINARY and t.layout is not torch.strided for t in operands):
             return  # it has no strides
         rows = [by_rows(t.shape) for t in operands]
+
+        def found(strides: Sequence[_Strides]) -> list[_Strides] | None:
+            if self.random:
+                return _strides_of_first(operands[0], strides[0], outs)
+            return _strides_on_one_device(func, args, kwargs, operands, strides, outs)
+
         if self.rows_give_rows is None:
-            usual = _strides_on_one_device(func, args, kwargs, operands, rows, outs)
+            usual = found(rows)
             self.rows_give_rows = usual is not None and all(
                 _same(shown, by_rows(o.shape), o.shape)
                 for shown, o in zip(usual, outs, strict=True)
@@ -183,7 +191,7 @@ class ResultStrides:
             if key not in self.known:
                 if len(self.known) >= _MAX_KNOWN:
                     self.known.clear()
-                self.known[key] = _strides_on_one_device(func, args, kwargs, operands, key, outs)
+                self.known[key] = found(key)
             wanted = self.known[key]
         if wanted is None and func not in _BY_SIZE:
             wanted = [by_rows(o.shape) for o in outs]  # so that the ranks have one order
@@ -195,6 +203,15 @@ class ResultStrides:
 def _same(a: _Strides, b: _Strides, shape: Iterable[int]) -> bool:
     """Return True if two strides of a tensor of this shape are the same, but for dims of size 1."""
     return all(x == y for x, y, n in zip(a, b, shape, strict=True) if n > 1)
+
+
+def _strides_of_first(
+    first: torch.Tensor, strides: _Strides, outs: Sequence[GlobalTensor]
+) -> list[_Strides] | None:
+    """Return the strides of copies of the ``first`` operand, None if ``outs`` differ in shape."""
+    if any(o.shape != first.shape for o in outs):
+        return None
+    return [dense_strides(first.shape, strides) for _ in outs]
 
 
 def _strides_on_one_device(

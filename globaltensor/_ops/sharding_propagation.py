@@ -565,7 +565,7 @@ def _build_call_plan(
             bool(op.ranges) or any(f in op.exchanges or f in op.reduce for f in choice.factors)
         )
         if local_order_misleads(boxed, done.outside, messages, remote, choice.outs):
-            done.order = ResultStrides(specs)
+            done.order = ResultStrides(specs, op.random)
     if torch_private.function_mode_on():
         return done  # a recorder is active and must see each step
     if (
