@@ -220,7 +220,7 @@ def test_a_plan_that_fits_is_kept_where_the_other_search_has_none(
         ("pcie-a100", 256, 1024),
     ],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_no_mesh_has_a_plan_that_is_better(name: str, width: int, rows: int) -> None:
     """No single mesh has a better plan than the search over all meshes. The solver plans each mesh
     that may be the best."""

@@ -55,11 +55,15 @@ def drawn(step: int) -> tuple[Tensor, Tensor]:
 
 
 def searched(
-    n: int, space: SearchSpace | None, memory: int | None = None, tied: bool = False
+    n: int,
+    space: SearchSpace | None,
+    memory: int | None = None,
+    tied: bool = False,
+    layers: int = 4,
 ) -> Plan:
     """Return the plan of the search over everything for ``n`` devices."""
     with torch.device("meta"):
-        model = GPT(4, WIDTH, 2, WORDS, TIME, tied).double()
+        model = GPT(layers, WIDTH, 2, WORDS, TIME, tied).double()
 
     def of(rows: int) -> Any:
         return calls_of_model(
@@ -91,8 +95,8 @@ def trained(
     return losses
 
 
-def plainly(tied: bool, steps: int = 2) -> tuple[list[float], dict[str, Tensor]]:
-    model = made(tied=tied)
+def plainly(tied: bool, layers: int, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    model = made(layers, tied)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     return trained(model, optimizer, lambda t: t, steps), {
         path: p.detach() for path, p in model.named_parameters()
@@ -112,8 +116,8 @@ class Training(flow.nn.Graph):
         return loss
 
 
-def same(model: nn.Module, losses: list[float], tied: bool) -> None:
-    want, parameters = plainly(tied, len(losses))
+def same(model: nn.Module, losses: list[float], tied: bool, layers: int) -> None:
+    want, parameters = plainly(tied, layers, len(losses))
     assert losses == pytest.approx(want, rel=1e-9)
     for path, p in model.named_parameters():
         everywhere = p.detach().to_global(flow.placement.all("cpu"), B)._local  # type: ignore[attr-defined]
@@ -127,7 +131,7 @@ def same(model: nn.Module, losses: list[float], tied: bool) -> None:
 
 
 def carried(
-    plan: Plan, n: int, where: Callable[[], flow.placement], tied: bool = False
+    plan: Plan, n: int, where: Callable[[], flow.placement], tied: bool = False, layers: int = 4
 ) -> list[Any]:
     """Train by the plan, in a graph and in eager mode, on ``n`` simulated ranks. Return each rank's
     plan of the graph."""
@@ -137,13 +141,13 @@ def carried(
         return t.to_global(everyone, [B] * everyone.axes, check_meta=False)  # type: ignore[attr-defined]
 
     def run() -> Any:
-        model = flow.parallelize(made(tied=tied), where(), plan)
+        model = flow.parallelize(made(layers, tied), where(), plan)
         assert flow.auto.plan_of(model) is not None
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        same(model, trained(model, optimizer, given, 2), tied)
-        model = flow.parallelize(made(tied=tied), where(), plan)
+        same(model, trained(model, optimizer, given, 2), tied, layers)
+        model = flow.parallelize(made(layers, tied), where(), plan)
         graph = Training(model, plan)
-        same(model, [number(graph(*map(given, drawn(step)))) for step in range(2)], tied)
+        same(model, [number(graph(*map(given, drawn(step)))) for step in range(2)], tied, layers)
         laid = {path: tuple(e.short for e in p.sbp) for path, p in model.named_parameters()}
         assert laid == {path: layout for path, layout in plan.parameters.items() if path in laid}
         return graph.plan()
@@ -156,10 +160,11 @@ def line(n: int) -> Callable[[], flow.placement]:
 
 
 @pytest.mark.long
-def test_a_plan_on_one_mesh(tmp_path: Path) -> None:
-    plan = searched(2, only((2,)))
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_a_plan_on_one_mesh(layers: int, tmp_path: Path) -> None:
+    plan = searched(2, only((2,)), layers=layers)
     plan.save(tmp_path / "plan.json")
-    carried(flow.auto.load_plan(tmp_path / "plan.json"), 2, line(2))
+    carried(flow.auto.load_plan(tmp_path / "plan.json"), 2, line(2), layers=layers)
 
 
 class Recurrent(nn.Module):
@@ -225,16 +230,17 @@ def test_inputs_that_forward_does_not_take_are_told() -> None:
     [line(4), lambda: flow.placement("cpu", np.arange(4).reshape(2, 2))],
     ids=["one", "two"],
 )
-@pytest.mark.sweep(2)
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.extended)])
+@pytest.mark.sweep(2, kind=lambda where, layers: layers)
 def test_a_plan_of_a_mesh_with_two_axes_on_a_placement_with_one(
-    where: Callable[[], flow.placement],
+    where: Callable[[], flow.placement], layers: int
 ) -> None:
     with torch.device("meta"):
-        model = GPT(4, WIDTH, 2, WORDS, TIME, False).double()
+        model = GPT(layers, WIDTH, 2, WORDS, TIME, False).double()
     inputs = tuple(torch.empty(ROWS, TIME, dtype=torch.long, device="meta") for _ in range(2))
     plan = flow.auto.plan(model, inputs, CLUSTER.with_size(4), mesh=(2, 2))
     assert plan.mesh == (2, 2)
-    carried(plan, 4, where)
+    carried(plan, 4, where, layers=layers)
 
 
 @pytest.mark.long
@@ -276,16 +282,17 @@ def test_a_plan_with_a_schedule(schedule: str) -> None:
 
 
 @pytest.mark.long
-def test_what_a_plan_recomputes_and_shares_is_taken() -> None:
-    free = searched(2, only((2,), 1, 2))
-    tight = searched(2, only((2,), 1, 2), memory=int(free.memory * 0.55))
+@pytest.mark.parametrize("layers", [3, pytest.param(4, marks=pytest.mark.extended)])
+def test_what_a_plan_recomputes_and_shares_is_taken(layers: int) -> None:
+    free = searched(2, only((2,), 1, 2), layers=layers)
+    tight = searched(2, only((2,), 1, 2), memory=int(free.memory * 0.55), layers=layers)
     assert tight.choices["recompute"] or tight.choices["zero"], (
         "memory is short enough for something to be done"
     )
-    carried(tight, 2, line(2))
+    carried(tight, 2, line(2), layers=layers)
 
     def settings() -> Any:
-        model = flow.parallelize(made(), line(2)(), tight)
+        model = flow.parallelize(made(layers), line(2)(), tight)
         graph = Training(model, tight)
         again = {
             path

@@ -33,15 +33,23 @@ def all_looks(dual: Dual) -> float:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("share", [0.25, 0.45, 0.7])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.sweep(8)
+@pytest.mark.parametrize(
+    ("layers", "share", "tied"),
+    [
+        (2, 0.25, False),
+        *(
+            pytest.param(4, share, tied, marks=pytest.mark.extended)
+            for tied in (False, True)
+            for share in (0.25, 0.45, 0.7)
+        ),
+    ],
+)
 def test_no_plan_of_a_schedule_takes_less_than_its_bound(
-    share: float, tied: bool, monkeypatch: pytest.MonkeyPatch
+    layers: int, share: float, tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     limits = dataclasses.replace(LIMITS, prices_before_division=-1)
     monkeypatch.setattr(module, "LIMITS", limits)  # skip no setting because of its bound
-    of = gpt(4, width=512, length=128, tied=tied)
+    of = gpt(layers, width=512, length=128, tied=tied)
     free = search_pipelines(
         of, 32, DGX, 4, Options(memory=10**12), SearchSpace(stages=[1], micro_batches=[1])
     )
@@ -69,18 +77,19 @@ def test_no_plan_of_a_schedule_takes_less_than_its_bound(
 
 
 @pytest.mark.long
-def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
+@pytest.mark.parametrize("layers", [6, pytest.param(12, marks=pytest.mark.extended)])
+def test_the_bound_is_near_where_recomputing_is_what_memory_costs(layers: int) -> None:
     """The bound is close where recomputation is the price of memory. In a column of equal layers on
     one device, the fewest layers that make the plan fit are recomputed. The bound is a little below
     the cost."""
-    of, space = gpt(12, width=512, length=256), only((1,))
+    of, space = gpt(layers, width=512, length=256), only((1,))
     free = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), space)
     kept = search_pipelines(of, 16, DGX, 1, Options(memory=10**13), only((1,), recompute=False))
     assert free.cost == pytest.approx(kept.cost)
     limit = int(free.memory * 0.6)
     tight = search_pipelines(of, 16, DGX, 1, Options(memory=limit), space)
     again = len(tight.choices["recompute"])
-    assert 0 < again < 12
+    assert 0 < again < layers
     assert free.cost < tight.bound <= tight.cost
     a_layer = (tight.cost - free.cost) / again
     assert tight.cost - tight.bound < 3 * a_layer, (
@@ -91,8 +100,9 @@ def test_the_bound_is_near_where_recomputing_is_what_memory_costs() -> None:
 
 
 @pytest.mark.long
-def test_a_bound_without_a_limit_is_the_even_part() -> None:
-    search = PipelineSearch(Batches(gpt(4), 16), DGX, 4, Options(), SearchSpace())
+@pytest.mark.parametrize("layers", [2, pytest.param(4, marks=pytest.mark.extended)])
+def test_a_bound_without_a_limit_is_the_even_part(layers: int) -> None:
+    search = PipelineSearch(Batches(gpt(layers), 16), DGX, 4, Options(), SearchSpace())
     settings = list(search._settings())
     search.bounds = {s[1:]: s.bound for s in settings}
     for setting in settings[:6]:
@@ -129,6 +139,7 @@ def kept(model: nn.Module, dtype: torch.dtype, device: str, name: str) -> tuple[
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.sweep(3)
 def test_attention_of_a_gpu_keeps_no_scores_with_dropout_either(dtype: torch.dtype) -> None:
     rows = 2 * 4 * 128 * 4  # the logarithm of each query's sum, in single precision
     name = "scaled_dot_product_attention"

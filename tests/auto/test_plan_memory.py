@@ -258,8 +258,9 @@ def test_a_graphs_calls_keep_what_its_models_calls_keep() -> None:
 
 
 @pytest.mark.long
-def test_little_memory_lets_go_of_what_was_gathered() -> None:
-    calls = calls_of_model(stack(64, 8), (torch.empty(1 << 14, 64).double(),))
+@pytest.mark.parametrize("layers", [4, pytest.param(8, marks=pytest.mark.extended)])
+def test_little_memory_lets_go_of_what_was_gathered(layers: int) -> None:
+    calls = calls_of_model(stack(64, layers), (torch.empty(1 << 14, 64).double(),))
     where = Placement("cpu", np.arange(8))
     shares = {v.path: ((S(0),),) for v in calls.parameters}
     options = Options(fixed={**shares, "input_0": ((S(0),),)})
@@ -287,26 +288,27 @@ def test_little_memory_lets_go_of_what_was_gathered() -> None:
 
 
 @pytest.mark.long
-def test_of_both_ways_to_fit_the_cheaper_one_is_taken() -> None:
+@pytest.mark.parametrize("part", [0.3, 0.1, 0.5, 0.8])
+@pytest.mark.sweep(4)
+def test_of_both_ways_to_fit_the_cheaper_one_is_taken(part: float) -> None:
     calls = calls_of_model(stack(64, 4), (torch.empty(1 << 12, 64).double(),))
     where = Placement("cpu", np.arange(4))
     plain = Options(hidden=0.0)  # one problem for each variant, as nothing hides
     free = search(calls, FAST, where, plain, compared=False)
     least = free.formulation.least_memory()
     assert least is not None
-    for part in (0.1, 0.3, 0.5, 0.8):
-        limit = round(least + part * (free.plan.memory - least))
-        limited = dataclasses.replace(plain, memory=limit)
-        found = search(calls, FAST, where, limited, compared=False)
-        ways = [
-            solve(formulate(calls, FAST, where, dataclasses.replace(limited, freed=freed)).problem)
-            for freed in (False, True)
-        ]
-        assert found.plan.memory <= limit
-        assert found.plan.cost == pytest.approx(
-            min(float(w.cost) for w in ways if w.feasible), rel=1e-4
-        )
-        assert found.plan.bound <= found.plan.cost
+    limit = round(least + part * (free.plan.memory - least))
+    limited = dataclasses.replace(plain, memory=limit)
+    found = search(calls, FAST, where, limited, compared=False)
+    ways = [
+        solve(formulate(calls, FAST, where, dataclasses.replace(limited, freed=freed)).problem)
+        for freed in (False, True)
+    ]
+    assert found.plan.memory <= limit
+    assert found.plan.cost == pytest.approx(
+        min(float(w.cost) for w in ways if w.feasible), rel=1e-4
+    )
+    assert found.plan.bound <= found.plan.cost
 
 
 def test_ways_that_are_compared_may_let_go_too() -> None:

@@ -3,6 +3,7 @@ available, the page runs there without errors."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import html
 import html.parser
@@ -170,6 +171,7 @@ def test_all_scripts_are_in_the_page_and_packaged() -> None:
 
 @needs_node
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.sweep(4)
 def test_scripts_parse(script: Path) -> None:
     done = subprocess.run(
         [NODE, "--check", str(script)], capture_output=True, text=True, timeout=60
@@ -684,7 +686,7 @@ def opened(
 @needs_browser
 @pytest.mark.parametrize(
     ("size", "dark"),
-    [((1200, 900), False), ((400, 800), True)],
+    [pytest.param((1200, 900), False, marks=pytest.mark.extended), ((400, 800), True)],
     ids=["wide and light", "narrow and dark"],
 )
 def test_the_page_works_in_a_browser(size: tuple[int, int], dark: bool, tmp_path: Path) -> None:
@@ -775,8 +777,20 @@ def test_names_with_markup_do_no_harm(tmp_path: Path) -> None:
 PHONE = 420  # px
 
 
+#: What was seen of a page, by its text and frame: several tests look at the same page.
+SEEN: dict[tuple[str, int | None], dict[str, Any]] = {}
+
+
 def looked_at(plan: Plan, tmp_path: Path, frame: int | None = None) -> dict[str, Any]:
-    return opened(page(plan), tmp_path, script=LOOK, frame=frame)
+    text = page(plan)
+    if (text, frame) not in SEEN:
+        SEEN[text, frame] = opened(text, tmp_path, script=LOOK, frame=frame)
+    return copy.deepcopy(SEEN[text, frame])
+
+
+def three_layers() -> Plan:
+    """Return the plan that most tests look at."""
+    return dataclasses.replace(layered(3), model="GPT")
 
 
 @needs_browser
@@ -806,7 +820,7 @@ def test_no_number_is_cut_on_a_desktop(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_page_begins_with_the_devices(tmp_path: Path) -> None:
-    seen = looked_at(dataclasses.replace(layered(3), model="GPT"), tmp_path)
+    seen = looked_at(three_layers(), tmp_path)
     assert seen["heading"] == "GPT"
     assert seen["title"].startswith("GPT: plan for 8 devices of dgx-h100, ")
     assert seen["first"] == "devices"
@@ -865,7 +879,7 @@ def test_the_drawings_in_the_browser_agree_with_sharding_svg(tmp_path: Path) -> 
 
 @needs_browser
 def test_marks_are_explained_under_the_pointer_and_at_focus(tmp_path: Path) -> None:
-    seen = looked_at(layered(3), tmp_path)
+    seen = looked_at(three_layers(), tmp_path)
     assert seen["before"] is None
     mark, sentence, described = seen["focused"]
     assert (mark, described) == ("B", "hint")
@@ -908,7 +922,7 @@ def test_the_limit_is_in_the_memory_chart(
 
 @needs_browser
 def test_one_card_shows_a_step_time_that_is_proven_minimal(tmp_path: Path) -> None:
-    plan = layered(3)
+    plan = three_layers()
     seen = looked_at(dataclasses.replace(plan, bound=plan.cost), tmp_path)
     assert seen["cards"][0] == ["step time", "21.8 ms", "proven minimal"]
     assert [name for name, *_ in seen["cards"]] == ["step time", "peak memory", "devices"]
@@ -937,7 +951,7 @@ def test_choices_are_sentences_and_the_solver_is_folded_away(tmp_path: Path) -> 
 
 @needs_browser
 def test_labels_are_the_words_of_the_field(tmp_path: Path) -> None:
-    text = looked_at(layered(3), tmp_path)["text"].lower()
+    text = looked_at(three_layers(), tmp_path)["text"].lower()
     for word in (
         "used by",
         "communication",

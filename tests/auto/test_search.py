@@ -304,7 +304,7 @@ def test_batches_that_a_model_runs_otherwise_are_left_out(odd: int, most: tuple[
 
 
 class Normed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
         wide = [
             [
@@ -314,7 +314,7 @@ class Normed(nn.Module):
                 nn.BatchNorm1d(256),
                 nn.ReLU(),
             ]
-            for _ in range(8)
+            for _ in range(blocks)
         ]
         self.blocks = nn.ModuleList(nn.Sequential(*layers) for layers in wide)
 
@@ -325,7 +325,8 @@ class Normed(nn.Module):
 
 
 @pytest.mark.long
-def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> None:
+@pytest.mark.parametrize("blocks", [4, pytest.param(8, marks=pytest.mark.extended)])
+def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches(blocks: int) -> None:
     """A model with batch statistics is not run in micro-batches, because the statistics and the
     loss would differ."""
     slow = Cluster(
@@ -340,7 +341,7 @@ def test_what_takes_statistics_of_the_batch_is_not_run_in_micro_batches() -> Non
     def of(model: nn.Module) -> Any:
         return lambda rows: calls_of_model(model, (torch.empty(rows, 256),))
 
-    training, evaluated = Normed(), Normed().eval()
+    training, evaluated = Normed(blocks), Normed(blocks).eval()
     plan = search_pipelines(of(training), 64, slow, 4)
     assert plan.choices["micro_batches"] == len(plan.choices["stages"]) == 1
     assert "blocks.0.1 takes statistics of the batch" in plan.report()
@@ -768,8 +769,9 @@ def test_a_step_on_a_clock() -> None:
 
 
 @pytest.mark.long
-def test_a_plan_is_foretold_for_other_clusters() -> None:
-    of = gpt(2, width=1024, heads=8)
+@pytest.mark.parametrize("layers", [1, pytest.param(2, marks=pytest.mark.extended)])
+def test_a_plan_is_foretold_for_other_clusters(layers: int) -> None:
+    of = gpt(layers, width=1024, heads=8)
     for space in (only((2, 2)), only((2,), 2, 4)):
         plan = search_pipelines(of, 16, DGX, 4, Options(), space)
         rows = 16 // plan.choices["micro_batches"]

@@ -304,7 +304,7 @@ def test_messages_bound_every_choice_and_forbid_nothing_better() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-@pytest.mark.sweep(4)
+@pytest.mark.sweep(10)
 def test_prices_settle_where_no_messages_get_higher(seed: int) -> None:
     """Prices from elimination give bounds no worse than those of messages, even before a feasible
     choice is known."""
@@ -358,17 +358,18 @@ def test_elimination_is_exact_and_tells_its_width() -> None:
 
 
 @pytest.mark.long
-def test_deep_networks_are_solved_exactly() -> None:
-    """Networks of 2,400 nodes with 16 strategies in a series-parallel graph are solved exactly,
+@pytest.mark.parametrize("nodes", [600, pytest.param(2400, marks=pytest.mark.extended)])
+def test_deep_networks_are_solved_exactly(nodes: int) -> None:
+    """Networks of many nodes with 16 strategies in a series-parallel graph are solved exactly,
     without and with a memory limit."""
     problem, rng = Problem("deep"), np.random.default_rng(0)
     tables = [rng.integers(0, 1000, (16, 16)) for _ in range(24)]
     costs = [rng.integers(0, 1000, 16) for _ in range(24)]
-    for i in range(2400):
-        problem.node(costs[i % 24], [((i, 2 * 2400 - i), np.arange(16)[:: 1 if i % 2 else -1])])
-    for i in range(2399):
+    for i in range(nodes):
+        problem.node(costs[i % 24], [((i, 2 * nodes - i), np.arange(16)[:: 1 if i % 2 else -1])])
+    for i in range(nodes - 1):
         problem.edge(i, i + 1, tables[i % 24])
-        if i % 24 == 5 and i + 6 < 2400:
+        if i % 24 == 5 and i + 6 < nodes:
             problem.edge(i, i + 6, tables[3])
     free = solve(problem)
     assert free.optimal
