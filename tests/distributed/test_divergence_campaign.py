@@ -34,10 +34,12 @@ CAMPAIGNS = {
 }
 
 
-@pytest.mark.parametrize("every", [11, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "every",
+    [22, pytest.param(11, marks=pytest.mark.extended), pytest.param(1, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", CAMPAIGNS)
 @pytest.mark.timeout(600)
-@pytest.mark.sweep(2)
 def test_no_program_whose_ranks_diverge_ends_well(name: str, every: int) -> None:
     """One program in ``every`` is run."""
     shared, graph, numbers = CAMPAIGNS[name]

@@ -135,7 +135,7 @@ SOON = (
     ],
 )
 @pytest.mark.parametrize("alone", ["print(x)", "y = x.to_global(sbp=B)"])
-@pytest.mark.sweep(5)
+@pytest.mark.sweep(10)
 def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
     tmp_path: Path, alone: str, barrier: str
 ) -> None:
@@ -153,7 +153,7 @@ def test_a_rank_that_waits_for_ranks_in_a_barrier_is_told(
 @pytest.mark.parametrize("call", ["dist.barrier()", "dist.all_reduce(torch.ones(3))"])
 @pytest.mark.parametrize("first", [True, False], ids=["first exchange", "later exchange"])
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["shared memory", "gloo"])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_a_rank_is_told_at_its_first_exchange_and_over_gloo_too(
     tmp_path: Path, shared: str, first: bool, call: str
 ) -> None:
@@ -512,6 +512,12 @@ def test_optimizer_steps_that_differ_on_one_rank_are_told(tmp_path: Path, what: 
     code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = True{program}", ranks=ranks)
     assert code == 1
     assert "DivergenceError" in said
+
+
+@pytest.mark.parametrize("what", OTHER_STEPS)
+@pytest.mark.sweep(8)
+def test_the_same_optimizer_steps_on_all_ranks_are_run(tmp_path: Path, what: str) -> None:
+    program, ranks = OTHER_STEPS[what]
     code, said = launched(tmp_path, f"{OPTIMIZERS}DIFFERS = False{program}", ranks=ranks)
     assert (code, said) == (0, ""), said
 
