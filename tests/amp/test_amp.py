@@ -169,7 +169,7 @@ def _autocast(name: str, dtype: torch.dtype, grid: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("name", list(CASES))
-@pytest.mark.sweep(15)
+@pytest.mark.sweep(45)
 def test_autocast(name: str, dtype: torch.dtype) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

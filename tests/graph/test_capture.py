@@ -335,7 +335,7 @@ def family_on_ranks(
 @pytest.mark.long
 @pytest.mark.parametrize("plan", ["data", "tensor"])
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(13)
 def test_models_of_transformers_on_two_ranks(name: str, plan: str) -> None:
     simulate(
         2,

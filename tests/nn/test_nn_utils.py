@@ -125,7 +125,7 @@ def test_set() -> None:
 @pytest.mark.parametrize(
     ("dim", "shape"), [(0, (5, 1, 1)), (1, (1, 4, 1)), (2, (1, 1, 3)), (-1, ())]
 )
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(4)
 def test_weight_norm_runs_where_its_operands_lie(dim: int, shape: tuple[int, ...]) -> None:
     v, g = values(5, 4, 3), values(*shape, seed=1)
     compare(torch._weight_norm, v, g, dim)

@@ -152,7 +152,7 @@ def test_layouts(name: str, method: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,)], ids=str)
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 def test_lengths(grid: tuple[int, ...], method: str) -> None:
     """Lengths may be uneven, shorter than the number of ranks, or one row or one key. Queries and
     keys may have different lengths."""
@@ -175,7 +175,7 @@ PARTS = 3
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sweep(7)
+@pytest.mark.sweep(12)
 def test_two_axes(method: str, part: int) -> None:
     pairs = [
         ([S(0), S(2)], [S(0), S(2)]), ([S(1), S(2)], [S(1), S(2)]), ([S(2), S(1)], [S(2), S(1)]),
@@ -220,7 +220,7 @@ def test_masks(name: str, method: str) -> None:
 
 @pytest.mark.parametrize("heads", [3, 2, 1])
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_groups_of_heads(method: str, heads: int) -> None:
     q, k, v = x(2, 6, 7, 4), x(2, heads, 7, 4, seed=1), x(2, heads, 7, 4, seed=2)
     for mine, other in ((S(2), S(2)), (B, S(2)), (S(1), S(2)), (S(2), B)):
@@ -239,7 +239,7 @@ def test_groups_of_heads(method: str, heads: int) -> None:
 
 
 @pytest.mark.parametrize(("heads", "n"), [(1, 3), (2, 3), (3, 2), (2, 6), (1, 4)])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(5)
 def test_fewer_heads_of_keys_than_ranks_can_share(heads: int, n: int) -> None:
     """A rank that has some query heads needs no other query heads. A rank that has the keys
     receives no message."""
@@ -295,7 +295,7 @@ def test_other_shapes() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("grid", [(2,), (3,), (4,), (2, 2)], ids=str)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_rows_dealt_in_pairs(grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Causal work is balanced by dealing rows in pairs. The library does so for long sequences;
     this test forces it for short ones."""
@@ -637,11 +637,13 @@ def kinds(tensors: list[torch.Tensor], n: int, **kwargs: Any) -> set[str]:
 
 
 @pytest.mark.long
-def test_what_auto_takes() -> None:
-    long = 8192
-    assert kinds(qkv((1, 4), long, long, 8), 4) == {"all_to_all"}, "heads divide by the ranks"
-    assert kinds(qkv((1, 3), long, long, 8), 4) == {"exchange"}, "they do not"
-    few = [x(1, 8, long, 8), x(1, 1, long, 8), x(1, 1, long, 8)]
+@pytest.mark.parametrize(
+    ("long", "width"), [(2048, 32), pytest.param(8192, 8, marks=pytest.mark.extended)]
+)
+def test_what_auto_takes(long: int, width: int) -> None:
+    assert kinds(qkv((1, 4), long, long, width), 4) == {"all_to_all"}, "heads divide by the ranks"
+    assert kinds(qkv((1, 3), long, long, width), 4) == {"exchange"}, "they do not"
+    few = [x(1, 8, long, width), x(1, 1, long, width), x(1, 1, long, width)]
     assert kinds(few, 4, enable_gqa=True) == {"exchange"}, "few heads of keys"
     assert kinds(few, 4, enable_gqa=True, is_causal=True) == {"all_gather", "all_to_all"}, (
         "but a ring would deal the rows out"
@@ -721,7 +723,7 @@ def held_by_a_ring(n: int, heads: tuple[int, int], causal: bool) -> float:
     ids=["as many", "half of keys", "one of keys"],
 )
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_memory_of_all_that_is_held(heads: tuple[int, int], most: float, causal: bool) -> None:
     """The result and the gradients take 4 units, or 2.25 with one head of keys. In addition, a ring
     holds few heads of some blocks, and no copies of shared key heads. Of the rows dealt for a

@@ -44,7 +44,7 @@ def same(wanted: Any, layouts: Any, **options: Any) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(4)
 def test_scores_see_their_batch_entry_and_head(layout: Any) -> None:
     same(
         flex_attention(Q, K, V, score, enable_gqa=True, return_lse=True),

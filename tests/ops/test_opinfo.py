@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 from support.opinfo import ops, outcomes
 
-PARTS = 36
+PARTS = 72
 #: Ops that no distributed tensor can support, and the reason.
 REFUSED = {
     "resize_": "a storage of another size",
@@ -28,7 +28,7 @@ REFUSED = {
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(PARTS))
-@pytest.mark.sweep(20)
+@pytest.mark.sweep(40)
 def test_samples(part: int) -> None:
     wrong = []
     for op in ops()[part::PARTS]:

@@ -83,7 +83,7 @@ def on_ranks(shape: tuple[int, ...], part: int, sbps: list[Any]) -> list[dict[st
 
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("shape", [(4, 3), (2, 2), (5, 4), (4, 2, 3), (2, 4, 2)], ids=str)
-@pytest.mark.sweep(18)
+@pytest.mark.sweep(36)
 def test_a_copy_of_a_result_is_a_copy_where_one_device_copies(
     shape: tuple[int, ...], part: int
 ) -> None:

@@ -276,7 +276,7 @@ def test_a_mask_of_another_shape_is_an_error_as_in_torch(index: Any) -> None:
 @pytest.mark.parametrize("p", [1.0, 2.0, float("inf")])
 @pytest.mark.parametrize("function", [F.embedding, F.embedding_bag])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-@pytest.mark.sweep(8)
+@pytest.mark.sweep(12)
 def test_rows_of_a_table_are_bounded_where_they_lie(
     dtype: torch.dtype, function: Any, p: float
 ) -> None:

@@ -239,7 +239,7 @@ ALONG: list[tuple[str, Callable[[T], T], int]] = [
 
 
 @pytest.mark.parametrize(("name", "run", "most"), ALONG, ids=[row[0] for row in ALONG])
-@pytest.mark.sweep(3)
+@pytest.mark.sweep(6)
 def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
     name: str, run: Callable[[T], T], most: int
 ) -> None:
@@ -266,7 +266,7 @@ def test_a_split_dim_stays_split_where_neighbours_are_looked_at(
     pytest.param(lambda x: x.as_strided((6, 4, 2), (4, 1, 4)), id="as_strided"),
 ])  # fmt: skip
 @pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.sweep(6)
+@pytest.mark.sweep(12)
 def test_what_is_written_into_windows_reaches_their_base(
     view: Callable[[Any], Any], world: int
 ) -> None:

@@ -373,7 +373,7 @@ def _one_by_one(a: torch.Tensor, b: torch.Tensor, dim: int, reverse: bool) -> li
 
 @pytest.mark.parametrize("mode", ["generic", "pointwise"])
 @pytest.mark.parametrize(("dim", "reverse"), [(0, False), (1, True), (-1, False)])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_associative_scan(mode: str, dim: int, reverse: bool) -> None:
     from torch._higher_order_ops.associative_scan import associative_scan
 

@@ -172,13 +172,13 @@ OPTIONS: tuple[dict[str, Any], ...] = (
     {"backend": "aot_eager"}, {"backend": "inductor"}, {"dynamic": True},
     {"mode": "reduce-overhead"}, {"mode": "max-autotune-no-cudagraphs"},
 )  # fmt: skip
-#: Ways to compile a training step. Each part has every fifth one. The first part has every plan,
+#: Ways to compile a training step. Each part has every ninth one. The first part has every plan,
 #: and two of the options.
 WAYS: list[tuple[str, str, dict[str, Any]]] = [
     *itertools.product(("data", "fsdp", "tensor"), SPELLINGS, [{"backend": "eager"}]),
     *(("tensor", way, options) for options in OPTIONS for way in ("by_method", "by_parts")),
 ]
-PARTS = 5
+PARTS = 9
 
 
 def train_in_ways(part: int) -> dict[str, float]:

@@ -94,7 +94,7 @@ def wrong_calls(size: int) -> list[tuple[str, str]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.sweep(2)
+@pytest.mark.sweep(3)
 def test_a_copy_is_independent_and_a_view_is_not(size: int) -> None:
     assert not any(simulate(size, lambda: wrong_calls(size)))
 
