@@ -187,10 +187,11 @@ def _compare(one: PeerHeaders) -> None:
         "all_to_all"
     ):
         raise WorldError(
+            f"{user_line()}\n"
             f"{own_call.name}: rank {other} sends {heard.numel} elements to rank {me}, which "
             f"expects {own_call.numel}; make the sizes agree"
         )
     raise WorldError(
-        f"rank {me} calls {own_call}, but rank {other} calls {heard}: all ranks of a group must "
-        f"call the same, with tensors that match"
+        f"{user_line()}\nrank {me} calls {own_call}, but rank {other} calls {heard}: all ranks of "
+        f"a group must call the same, with tensors that match"
     )
