@@ -150,7 +150,7 @@ def check_collective(
     if block or len(waiting) > _MAX_WAITING:
         heard, waiting[:] = waiting[:], []
         for one in heard:
-            _compare(one)
+            _compare(one, f"{user_line()}\n" if one is heard[-1] else "")
 
 
 @functools.lru_cache(maxsize=1024)
@@ -164,7 +164,8 @@ def gloo_reason(error: Exception) -> str:
     return _GLOO_PLACE.sub("", str(error)).partition(". This is typically")[0]
 
 
-def _compare(one: PeerHeaders) -> None:
+def _compare(one: PeerHeaders, line: str) -> None:
+    """Compare the headers of one call. ``line``: that of the user, if it makes this call now."""
     me, own_call = one.ranks[one.me], CallHeader.read(one.expected[one.me])
     try:
         one.work.wait()
@@ -187,11 +188,10 @@ def _compare(one: PeerHeaders) -> None:
         "all_to_all"
     ):
         raise WorldError(
-            f"{user_line()}\n"
-            f"{own_call.name}: rank {other} sends {heard.numel} elements to rank {me}, which "
+            f"{line}{own_call.name}: rank {other} sends {heard.numel} elements to rank {me}, which "
             f"expects {own_call.numel}; make the sizes agree"
         )
     raise WorldError(
-        f"{user_line()}\nrank {me} calls {own_call}, but rank {other} calls {heard}: all ranks of "
-        f"a group must call the same, with tensors that match"
+        f"{line}rank {me} calls {own_call}, but rank {other} calls {heard}: all ranks of a group "
+        f"must call the same, with tensors that match"
     )

@@ -75,6 +75,7 @@ def folded(model: str, machine: str, grid: tuple[int, ...]) -> Formulation:
     [(m, (2,)) for m in MODELS] + [("mlp", (3,)), ("tied", (4,)), ("mlp", (2, 2))],
 )
 @pytest.mark.sweep(8)
+@pytest.mark.long
 def test_a_folded_plan_is_one_of_them_at_the_same_cost(
     model: str, grid: tuple[int, ...], machine: str
 ) -> None:

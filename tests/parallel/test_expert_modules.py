@@ -499,6 +499,7 @@ def test_models_on_real_processes(family: str) -> None:
     run_on(2, on_processes, family)
 
 
+@pytest.mark.long
 def test_a_models_own_grouped_matmul() -> None:
     """The module's own forward runs on local tensors, with the implementation that it is set to.
     This implementation has no float64."""

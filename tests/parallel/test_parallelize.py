@@ -297,6 +297,7 @@ def one_step(base: nn.Module, batch: dict[str, Tensor]) -> tuple[Counter[str], C
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.sweep(12)
+@pytest.mark.long
 def test_a_layer_on_four_ranks(family: str) -> None:
     """A layer issues two all-reduces in each direction. An encoder and a decoder layer, with
     attention between them, issue five. A fused projection of queries, keys and values issues
