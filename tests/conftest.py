@@ -105,7 +105,8 @@ def sampled(items: list[pytest.Item], known: dict[Any, bool]) -> None:
     """
     cases: dict[Any, list[pytest.Item]] = {}
     for item in items:
-        whole_programs = "end_to_end" in item.path.parts
+        # The examples of distributed/run start processes too.
+        whole_programs = {"end_to_end", "run"} & set(item.path.parts)
         left_out = any(map(item.get_closest_marker, ("long", "extended", "slow", "gpu")))
         if not whole_programs and not left_out and not with_processes(item, known):
             cases.setdefault(getattr(item, "function", item.nodeid), []).append(item)
