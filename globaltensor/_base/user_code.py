@@ -123,7 +123,7 @@ def line_text(file: str, line: int) -> str:
 
 #: The warnings that were shown: text, category, file and line.
 _shown_warnings: set[tuple[str, type[Warning], str, int]] = set()
-_quiet = threading.RLock()
+_warnings_lock = threading.RLock()
 _MAX_SHOWN_WARNINGS = 4096
 
 
@@ -153,7 +153,7 @@ def without_warnings() -> Iterator[None]:
     Python's filters are those of the process. Ranks that are threads enter one after the other, or
     the last one to leave would put back the filters that it had found: those of another block.
     """
-    with _quiet, warnings.catch_warnings():
+    with _warnings_lock, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

@@ -26,10 +26,10 @@ def _cond(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _choose(
     pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Sequence[Any]
 ) -> Any:
-    return _apart((true_fn if pred else false_fn)(*operands), operands)
+    return _without_aliases((true_fn if pred else false_fn)(*operands), operands)
 
 
-def _apart(results: Any, operands: Any) -> Any:
+def _without_aliases(results: Any, operands: Any) -> Any:
     """Return results of which none is, or shares memory with, an operand or another result.
 
     On one device torch refuses results that do."""
@@ -64,7 +64,7 @@ def _while_loop(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
             )
     if results is None:
         results = torch_private.nest_carried(body, carried)
-    return _apart(tuple(results), (first, others))
+    return _without_aliases(tuple(results), (first, others))
 
 
 register_handlers(

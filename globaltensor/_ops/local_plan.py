@@ -416,9 +416,9 @@ class StridedViewPlan(LocalPlan):
             Note(by_rows(src[0].shape), True) if self.decides and differ(src[0].plain) else None
         )
         self.quick = len(src) == 1 and self.routes[0] is None and not self.outside
-        # True if a local tensor shows the order of the base; for the strides and sharing of the
-        # local tensor, the note of the base
+        # True if the local tensor shows the memory order of the base
         self.tells = not differ(src[0].plain)
+        # (strides of the local tensor, True if it shares no memory) -> the note of such a base
         self.bases: dict[Any, Note] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

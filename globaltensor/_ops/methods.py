@@ -440,13 +440,13 @@ def to(self: GlobalTensor, *args: Any, **kwargs: Any) -> Any:
                 out = out.to_global(
                     placement=out._spec.placement.with_type(kind), sbp=out._spec.layout
                 )
-    stays = out is self and not copy and _stays(self, order)
+    stays = out is self and not copy and _already_in_format(self, order)
     if order not in (None, torch.preserve_format) and not stays:
         out = out.contiguous(memory_format=order)
     return out.clone() if copy and out is self else out
 
 
-def _stays(x: GlobalTensor, order: Any) -> bool:
+def _already_in_format(x: GlobalTensor, order: Any) -> bool:
     """Return True if torch casts ``x`` to the usual memory format by returning ``x`` itself.
 
     A tensor that is not in channels_last counts as in the usual format."""
@@ -461,7 +461,9 @@ def _channels_last(x: GlobalTensor) -> bool:
 def cast(dtype: torch.dtype) -> Callable[..., GlobalTensor]:
     def run(self: GlobalTensor, memory_format: Any = torch.preserve_format) -> GlobalTensor:
         out = _with_dtype(self, dtype)
-        if memory_format is torch.preserve_format or (out is self and _stays(out, memory_format)):
+        if memory_format is torch.preserve_format or (
+            out is self and _already_in_format(out, memory_format)
+        ):
             return out
         return out.contiguous(memory_format=memory_format)
 

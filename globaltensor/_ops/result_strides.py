@@ -41,9 +41,9 @@ from .call_plan import DelegatePlan
 __all__ = ["ComposedPlan", "ResultStrides", "local_order_misleads"]
 
 _MAX_KNOWN = 64  # per plan
-# A call is run on tensors of its own shapes if they have at most so many elements.
+# A call on tensors with at most so many elements is run on tensors of the same shapes.
 _MAX_ELEMENTS = 1 << 12
-_MAX_RUN_ELEMENTS = 1 << 20  # of a run that short dims cannot replace
+_MAX_RUN_ELEMENTS = 1 << 20  # also where no run with short dims shows the order
 # Functions that choose a kernel, and with it the order, by the sizes, or that pad to given sizes.
 _BY_SIZE = frozenset(
     (
@@ -55,7 +55,7 @@ _BY_SIZE = frozenset(
 _Strides = tuple[int, ...]
 
 
-class _Sizes(NamedTuple):
+class _TrialSizes(NamedTuple):
     """The sizes of a run: all dims but the last ``kept`` ones are at most ``longest``."""
 
     longest: int
@@ -63,7 +63,14 @@ class _Sizes(NamedTuple):
 
 
 # The arguments of a call (kernels, groups, normalized shapes) may ask for longer dims.
-_SHORT = (_Sizes(2, 0), _Sizes(4, 0), _Sizes(2, 1), _Sizes(2, 2), _Sizes(8, 0), _Sizes(16, 0))
+_SHORT = (
+    _TrialSizes(2, 0),
+    _TrialSizes(4, 0),
+    _TrialSizes(2, 1),
+    _TrialSizes(2, 2),
+    _TrialSizes(8, 0),
+    _TrialSizes(16, 0),
+)
 
 
 def local_order_misleads(
@@ -228,7 +235,7 @@ def _strides_on_one_device(
     ones. If the operands are large, it is run with short dims first. The first run that the
     arguments allow, and in which no dim vanishes, shows the order."""
     with torch_private.outside_all_modes(), torch.no_grad(), without_warnings():
-        for sizes, fill in itertools.product(_runs(func, operands), (_zeros, _identities)):
+        for sizes, fill in itertools.product(_trial_sizes(func, operands), (_zeros, _identities)):
             generator = torch.default_generator.get_state()
             try:
                 these = iter([fill(t, s, sizes) for t, s in zip(operands, strides, strict=True)])
@@ -247,7 +254,9 @@ def _strides_on_one_device(
     return None
 
 
-def _runs(func: Callable[..., Any], operands: Sequence[torch.Tensor]) -> list[_Sizes | None]:
+def _trial_sizes(
+    func: Callable[..., Any], operands: Sequence[torch.Tensor]
+) -> list[_TrialSizes | None]:
     """Return the sizes of the runs that may show the order of a call's results.
 
     None stands for the sizes of the call itself."""
@@ -258,7 +267,7 @@ def _runs(func: Callable[..., Any], operands: Sequence[torch.Tensor]) -> list[_S
     return [*short, None] if count <= _MAX_RUN_ELEMENTS else [*short]
 
 
-def _shows_order(run: torch.Tensor, out: GlobalTensor, sizes: _Sizes | None) -> bool:
+def _shows_order(run: torch.Tensor, out: GlobalTensor, sizes: _TrialSizes | None) -> bool:
     """Return True if the result of a run tells the order of ``out``: none of its dims is gone."""
     if sizes is None:
         return run.shape == out.shape
@@ -267,7 +276,7 @@ def _shows_order(run: torch.Tensor, out: GlobalTensor, sizes: _Sizes | None) -> 
     )
 
 
-def _zeros(t: torch.Tensor, strides: _Strides, sizes: _Sizes | None) -> torch.Tensor:
+def _zeros(t: torch.Tensor, strides: _Strides, sizes: _TrialSizes | None) -> torch.Tensor:
     """Return zeros in the order of these strides, of an operand's shape or with short dims."""
     shape = list(t.shape)
     if sizes is not None:
@@ -280,7 +289,7 @@ def _zeros(t: torch.Tensor, strides: _Strides, sizes: _Sizes | None) -> torch.Te
     return torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).zero_()
 
 
-def _identities(t: torch.Tensor, strides: _Strides, sizes: _Sizes | None) -> torch.Tensor:
+def _identities(t: torch.Tensor, strides: _Strides, sizes: _TrialSizes | None) -> torch.Tensor:
     """Return identity matrices, or ones, in place of `_zeros`: a matrix of zeros has no inverse."""
     filled = _zeros(t, strides, sizes)
     if filled.dim() < 2 or filled.shape[-1] != filled.shape[-2]:

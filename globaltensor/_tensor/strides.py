@@ -10,7 +10,7 @@ tensor with the strides of its base. A call notes them too, if its local results
 order than on one device (_ops/result_strides.py). Any other tensor counts as row-major.
 
 Functions that torch refuses by strides (view, unflatten, view_as_complex) are refused by these
-strides, on every rank or on none (`StridedViewPlan` in _ops/call_plan.py). A note is exact if the
+strides, on every rank or on none (`StridedViewPlan` in _ops/local_plan.py). A note is exact if the
 local tensors have these strides too. That is so where the note starts from a tensor that shares
 memory with no other. Its local tensor is made row-major first. If the note is not exact, such a
 function works on a copy. A write into either then reaches the other as in any view that needs
@@ -278,13 +278,9 @@ def results(
     ):
         source = _meta_with_strides(base, strides)
         out = call(source)
-        if copies and not _share_storage(source, out):
+        if copies and not torch_private.share_storage(source, out):
             return None
     return [t.stride() for t in (out if isinstance(out, (tuple, list)) else [out])]
-
-
-def _share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)
 
 
 def device_strides(x: GlobalTensor) -> tuple[int, ...]:

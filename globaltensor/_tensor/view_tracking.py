@@ -95,9 +95,6 @@ _UNTRACKED_READ = (
 Origin = tuple[GlobalTensor, Callable[[GlobalTensor], GlobalTensor], Any, bool]
 
 
-_storage = torch_private.storage_key
-
-
 class RemoteView(PendingTensor):
     """A view of another tensor that needed communication.
 
@@ -131,7 +128,7 @@ class RemoteView(PendingTensor):
             out.__dict__["_untracked"] = True
             if source.requires_grad:
                 local = _untracked_copy(local)
-        elif local.requires_grad and _storage(local) == _storage(source._stored):
+        elif local.requires_grad and torch_private.share_storage(local, source._stored):
             # A write into the view is repeated on its base, which autograd would count as a second
             # write into what the first one has saved.
             local = local.clone()

@@ -21,7 +21,7 @@ __all__ = ["ModuleState"]
 _numbers = itertools.count()
 
 
-def _hooks(module: torch.nn.Module) -> tuple[int, ...]:
+def _forward_hook_ids(module: torch.nn.Module) -> tuple[int, ...]:
     """Return the numbers of a module's forward hooks: torch gives each hook one of its own."""
     return *module._forward_pre_hooks, -1, *module._forward_hooks
 
@@ -62,7 +62,13 @@ class ModuleState:
             tuple([m.training for m in self.modules]),
             tuple(where),
             tuple([t.requires_grad for t in self.tensors]),
-            tuple([_hooks(m) for m in self.modules if m._forward_hooks or m._forward_pre_hooks]),
+            tuple(
+                [
+                    _forward_hook_ids(m)
+                    for m in self.modules
+                    if m._forward_hooks or m._forward_pre_hooks
+                ]
+            ),
             tuple([m.__dict__["forward"] for m in self.modules if "forward" in m.__dict__]),
         )
 

@@ -359,7 +359,7 @@ def caught_on_one_rank() -> str:
     return ""
 
 
-def test_an_error_that_one_rank_has_caught_is_told() -> None:
+def test_reports_name_an_error_that_one_rank_has_caught() -> None:
     first, second = run_on(2, caught_on_one_rank)
     assert first == second
     assert "rank 1 had an error before: _LinAlgError at test_divergence.py:" in first

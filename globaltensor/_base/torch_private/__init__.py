@@ -119,6 +119,7 @@ from .tensor import (
     memory_users as memory_users,
     parts_of as parts_of,
     shares_memory as shares_memory,
+    share_storage as share_storage,
     storage_key as storage_key,
     swap_impl as swap_impl,
     wrap_dlpack as wrap_dlpack,

@@ -25,6 +25,7 @@ __all__ = [
     "may_take_data",
     "memory_users",
     "parts_of",
+    "share_storage",
     "shares_memory",
     "storage_key",
     "swap_impl",
@@ -77,6 +78,11 @@ def storage_key(t: torch.Tensor) -> int:
     While such a reference lives, no other memory has that key.
     """
     return t.untyped_storage()._cdata
+
+
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return True if two tensors share one memory."""
+    return storage_key(a) == storage_key(b)
 
 
 #: Exchanges the C++ objects of two tensors. With an assignment to ``__class__`` a plain parameter

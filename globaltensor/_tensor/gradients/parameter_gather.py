@@ -333,7 +333,7 @@ def _gather_for_use(
     )
     order.record_use(one)
     gathered = state.ready.pop(one.key, None)
-    if gathered is None or gathered[1] is not local or gathered[2] != _writes(leaf):
+    if gathered is None or gathered[1] is not local or gathered[2] != _write_counts(leaf):
         order.largest = max(order.largest, _max_local_bytes(dst))
         with torch_private.unobserved():
             batch = _next_batch(state, one, order.max_bucket_bytes(freed), freed)
@@ -388,10 +388,12 @@ def _is_ready(state: GatherState, one: Gathering) -> bool:
     if one.key not in state.ready:
         return False
     kept, leaf = state.ready[one.key], one.leaf()
-    return kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == _writes(leaf))
+    return (
+        kept is None or leaf is None or (kept[1] is leaf._local and kept[2] == _write_counts(leaf))
+    )
 
 
-def _writes(leaf: GlobalTensor) -> tuple[int, int]:
+def _write_counts(leaf: GlobalTensor) -> tuple[int, int]:
     """Return the numbers of writes into a parameter: by itself and its views, and by all aliases.
 
     `p.data` has a version of its own, but is an alias."""
@@ -442,7 +444,7 @@ def _gather(state: GatherState, batch: Sequence[Gathering], device: torch.device
                 at[i] += n
     for one, whole, leaf, local in zip(batch, wholes, leaves, locals_, strict=True):
         state.ready[one.key] = (
-            None if leaf is None or local is None else (whole, local, _writes(leaf))
+            None if leaf is None or local is None else (whole, local, _write_counts(leaf))
         )
 
 
